@@ -48,7 +48,7 @@ def _scaled(q: Tensor, scales: Tensor) -> Tensor:
 
 
 def _crumbs(qs: Tensor) -> Tensor:
-    """2-bit values of two halves, bits 2k of byte j being weight 32k + j: int64 [n, 8] -> int64 [n, 2, 4, 4]."""
+    """2-bit values of two halves, bits 2k of byte j: weight 32k + j; int64 [n, 8] -> int64 [n, 2, 4, 4]."""
     half = qs.view(-1, 2, 4)
     q = torch.empty((qs.shape[0], 2, 4, 4), dtype=torch.int64, device=qs.device)
     q[:, :, 0] = half
@@ -128,7 +128,7 @@ class Q4_K(QuantType):
     def decode(self, blocks: Tensor) -> Tensor:
         scales, mins = _scales_and_mins(blocks, 4)
         d = f16_scales(blocks, 0, 2)
-        qs = words(blocks, 16, 128, torch.int64).unflatten(1, (4, 4))  # [n, 4, 4]
+        qs = words(blocks, 16, 128, torch.int64).view(-1, 4, 4)  # [n, 4, 4]
         q = torch.empty((blocks.shape[0], 4, 2, 4), dtype=torch.int64, device=blocks.device)
         q[:, :, 0] = qs
         torch.bitwise_right_shift(qs, 4, out=q[:, :, 1])
@@ -155,7 +155,7 @@ class Q5_K(QuantType):
     def decode(self, blocks: Tensor) -> Tensor:
         scales, mins = _scales_and_mins(blocks, 4)
         d = f16_scales(blocks, 0, 2)
-        qs = words(blocks, 48, 128, torch.int64).unflatten(1, (4, 4))
+        qs = words(blocks, 48, 128, torch.int64).view(-1, 4, 4)
         qh = words(blocks, 16, 32, torch.int64)  # [n, 4]
         q = torch.empty((blocks.shape[0], 4, 2, 4), dtype=torch.int64, device=blocks.device)
         q[:, :, 0] = qs
@@ -186,8 +186,8 @@ class Q6_K(QuantType):
     def decode(self, blocks: Tensor) -> Tensor:
         scales = blocks[:, 192:208].view(torch.int8).float().mul_(f16_scales(blocks, 208))
         packed = words(blocks, 0, 192, torch.int64)  # [n, 24]
-        ql = packed[:, :16].unflatten(1, (2, 2, 4))  # [n, half, 2, 4]
-        qh = packed[:, 16:].unflatten(1, (2, 4))  # [n, half, 4]
+        ql = packed[:, :16].view(-1, 2, 2, 4)  # [n, half, 2, 4]
+        qh = packed[:, 16:].view(-1, 2, 4)  # [n, half, 4]
         q = torch.empty((blocks.shape[0], 2, 4, 4), dtype=torch.int64, device=blocks.device)
         q[:, :, :2] = ql
         torch.bitwise_right_shift(ql, 4, out=q[:, :, 2:])

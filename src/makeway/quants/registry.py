@@ -14,9 +14,12 @@ from torch import Tensor
 from makeway.errors import UserError
 from makeway.gguf.types import GGMLType
 from makeway.quants.base import QuantType
+from makeway.quants.codebook4 import IQ4_NL, IQ4_XS, MXFP4, NVFP4
+from makeway.quants.iq import IQ1_M, IQ1_S, IQ2_S, IQ2_XS, IQ2_XXS, IQ3_S, IQ3_XXS
 from makeway.quants.k_quants import Q2_K, Q3_K, Q4_K, Q5_K, Q6_K
 from makeway.quants.legacy import Q4_0, Q4_1, Q5_0, Q5_1, Q8_0
 from makeway.quants.plain import BF16, F16, F32
+from makeway.quants.ternary import TQ1_0, TQ2_0
 
 _ALL: tuple[QuantType, ...] = (
     F32(),
@@ -32,6 +35,19 @@ _ALL: tuple[QuantType, ...] = (
     Q4_K(),
     Q5_K(),
     Q6_K(),
+    IQ1_S(),
+    IQ1_M(),
+    IQ2_XXS(),
+    IQ2_XS(),
+    IQ2_S(),
+    IQ3_XXS(),
+    IQ3_S(),
+    IQ4_NL(),
+    IQ4_XS(),
+    MXFP4(),
+    NVFP4(),
+    TQ1_0(),
+    TQ2_0(),
 )
 
 QUANT_TYPES: Mapping[GGMLType, QuantType] = MappingProxyType({q.ggml: q for q in _ALL})
