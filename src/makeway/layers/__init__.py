@@ -1,1 +1,1 @@
-
+"""Stateless layers, shared by the models."""

@@ -1,0 +1,34 @@
+"""How routed experts are run. A model calls `experts(layer, moe)` and never knows which executor it got.
+
+Owns no weights. Never changes the order of the sum: ascending expert id, in float32, one addition per expert.
+Hazard: rows may lie anywhere in the packed tiles; the reference's products do not depend on the place.
+"""
+
+from typing import Protocol
+
+import torch
+
+from makeway.experts.routed import RoutedInput
+from makeway.experts.store import ExpertStore, used_experts
+from makeway.kernels import Ops
+
+
+class Experts(Protocol):
+    """Adds the weighted outputs of the routed experts of `layer` to `moe.acc`, in place."""
+
+    def __call__(self, layer: int, moe: RoutedInput) -> None: ...
+
+
+class DirectExperts:
+    """Runs each expert straight from the store, decoding one at a time."""
+
+    def __init__(self, store: ExpertStore, ops: Ops) -> None:
+        self._store = store
+        self._ops = ops
+
+    def __call__(self, layer: int, moe: RoutedInput) -> None:
+        experts = self._store.layers[layer]
+        for expert in used_experts(moe.ids):
+            rows, ranks = torch.nonzero(moe.ids == expert, as_tuple=True)
+            out = self._ops.expert_ffn(moe.x[rows], *experts.of(expert))
+            moe.acc[rows] += moe.weights[rows, ranks][:, None] * out

@@ -1,0 +1,67 @@
+"""Full attention with Q/K norms, partial rope, an optional output gate and an optional sparse indexer.
+
+Owns no state: keys and values go to the KV cache of each segment's sequence. Never looks past a query's position.
+Hazard: with an indexer the pooled keys must be written before the blocks are scored.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from makeway.kernels import Ops, Weight
+from makeway.kv import Batch
+from makeway.layers.sparse_attention import IndexerWeights, allowed_keys
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Heads and rope of an attention layer; `gated`: attn_q holds [query | gate] per head."""
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    n_rot: int
+    theta: float
+    eps: float
+    gated: bool
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    q: Weight
+    k: Weight
+    v: Weight
+    output: Weight
+    q_norm: Tensor
+    k_norm: Tensor
+    indexer: IndexerWeights | None = None
+
+
+def attention(ops: Ops, shape: AttentionShape, w: AttentionWeights, *, layer: int, x: Tensor, batch: Batch) -> Tensor:
+    """x f32 [n, hidden] (normed input) -> f32 [n, hidden]; writes the new keys and values."""
+    n, d = x.shape[0], shape.head_dim
+    q = ops.linear(x, w.q).view(n, shape.n_heads, -1)
+    gate = q[..., d:] if shape.gated else None
+    k = ops.linear(x, w.k).view(n, shape.n_kv_heads, d)
+    v = ops.linear(x, w.v).view(n, shape.n_kv_heads, -1)
+    q = ops.rope(ops.rms_norm(q[..., :d], w.q_norm, shape.eps), batch.positions, n_rot=shape.n_rot, theta=shape.theta)
+    k = ops.rope(ops.rms_norm(k, w.k_norm, shape.eps), batch.positions, n_rot=shape.n_rot, theta=shape.theta)
+    q = q * d**-0.5
+    out = torch.empty_like(q)
+    for s in batch.segments:
+        cache, table = s.sequence.cache, s.sequence.table
+        cache.write(layer, table, s.position, keys=k[s.rows], values=v[s.rows])
+        allowed = None
+        if w.indexer is not None:
+            allowed = allowed_keys(ops, w.indexer, layer=layer, x=x[s.rows], segment=s, positions=batch.positions[s.rows])
+        out[s.rows] = ops.attention(
+            q[s.rows],
+            batch.positions[s.rows],
+            n_keys=s.position + s.n,
+            key_tile=lambda j, cache=cache, table=table: cache.key_tile(layer, table, j),
+            allowed=allowed,
+        )
+    if gate is not None:
+        out = out * ops.sigmoid(gate)
+    return ops.linear(out.reshape(n, -1), w.output)

@@ -1,0 +1,88 @@
+"""PLE: hashed n-gram embeddings, gated into every residual stream of one layer.
+
+Owns no state: the n-gram window and the convolution's tail live in each sequence. Never loads the table: rows are
+read singly from the mapped file. Hazard: the hash is exact 64-bit integer arithmetic.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from makeway.kernels import Ops, Weight
+from makeway.kv import Batch
+from makeway.layers.hyper_connections import stream_norm
+
+
+@dataclass(frozen=True)
+class PleHash:
+    """Constants of the hash. multipliers [ngram]; offsets, sizes [n_heads]: the 2-grams' heads, then the 3-grams'."""
+
+    multipliers: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    heads_per_ngram: int
+    eos: int
+
+    @property
+    def ngram(self) -> int:
+        return len(self.multipliers)
+
+    def rows(self, tokens: tuple[int, ...], window: tuple[int, ...]) -> NDArray[np.int64]:
+        """Table rows int64 [n, n_heads] of `tokens`, whose predecessors end with `window` (oldest first).
+
+        A missing predecessor, and everything before an EOS predecessor, counts as EOS.
+        """
+        seen = (self.eos,) * (self.ngram - 1) + window[-(self.ngram - 1) :] + tokens
+        tokens_seen = np.asarray(seen, dtype=np.int64)
+        n, start = len(tokens), len(seen) - len(tokens)
+        mixed = tokens_seen[start:] * np.int64(self.multipliers[0])
+        cut = np.zeros(n, dtype=bool)
+        columns = []
+        for back in range(1, self.ngram):
+            previous = tokens_seen[start - back : len(seen) - back]
+            cut |= previous == self.eos
+            mixed = mixed ^ (np.where(cut, self.eos, previous) * np.int64(self.multipliers[back]))
+            first = (back - 1) * self.heads_per_ngram
+            heads = range(first, first + self.heads_per_ngram)
+            columns += [mixed % np.int64(self.sizes[i]) + np.int64(self.offsets[i]) for i in heads]
+        return np.stack(columns, axis=1)
+
+    def next_window(self, tokens: tuple[int, ...], window: tuple[int, ...]) -> tuple[int, ...]:
+        return (window + tokens)[-(self.ngram - 1) :]
+
+
+@dataclass(frozen=True)
+class PleWeights:
+    table: Weight
+    key: Weight
+    value: Weight
+    norm_key: Tensor
+    norm_query: Tensor
+    norm_conv: Tensor
+    conv: Tensor
+
+
+def ple(ops: Ops, w: PleWeights, hashes: PleHash, *, layer: int, h: Tensor, batch: Batch, eps: float) -> Tensor:
+    """What is added to the residual h f32 [n, streams, hidden]; moves each sequence's window and tail on."""
+    n, n_streams, hidden = h.shape
+    out = torch.empty_like(h)
+    for s in batch.segments:
+        state = s.sequence.state
+        tokens = batch.host_tokens[s.rows]
+        rows = torch.from_numpy(hashes.rows(tokens, state.window))
+        state.window = hashes.next_window(tokens, state.window)
+        embedded = w.table.rows(rows.reshape(-1)).view(s.n, -1).to(h.device)
+        key = stream_norm(ops, ops.linear(embedded, w.key).view(s.n, n_streams, hidden), w.norm_key, eps)
+        query = stream_norm(ops, h[s.rows], w.norm_query, eps)
+        dot = (key * query).sum(-1) * hidden**-0.5
+        gate = ops.sigmoid(torch.sign(dot) * torch.sqrt(dot.abs().clamp(min=1e-6)))
+        gated = gate[:, :, None] * ops.linear(embedded, w.value)[:, None, :]
+        normed = stream_norm(ops, gated, w.norm_conv, eps).reshape(s.n, -1)
+        window = torch.cat((state.ple_conv[layer], normed))
+        state.ple_conv[layer] = window[s.n :].clone()
+        convolved = ops.silu(ops.causal_conv(window, w.conv, dilation=hashes.ngram))
+        out[s.rows] = gated + convolved.view_as(gated)
+    return out

@@ -1,0 +1,172 @@
+"""What every model offers, and the facts that are read off a file's header.
+
+Owns the protocol between models and the engine. Never names an architecture. Hazard: `mix` and `combine` are halves of
+one layer; between them the routed experts must have been added to `acc`, for every row exactly once.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from makeway.experts.executors import Experts
+from makeway.experts.routed import RoutedInput
+from makeway.experts.store import ExpertStore
+from makeway.gguf import GGUFFile
+from makeway.kernels import Weight
+from makeway.kv import Batch, KVShape, StateShape
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Integers and floats of a model. Layer `n_layers` (if n_draft_layers is 1) is the MTP block."""
+
+    architecture: str
+    name: str
+    n_layers: int
+    n_draft_layers: int
+    hidden: int
+    n_streams: int
+    n_vocab: int
+    context_length: int
+    n_experts: int
+    top_k: int
+    expert_ff: int
+    shared_ff: int
+    eps: float
+    kv_shapes: dict[int, KVShape]
+    state_shapes: dict[int, StateShape]
+    ple_tails: dict[int, tuple[int, int]]
+
+    @property
+    def n_blocks(self) -> int:
+        """Layers with experts, the MTP block included."""
+        return self.n_layers + self.n_draft_layers
+
+
+class Model(Protocol):
+    """h is the residual: f32 [n, hidden], or [n, streams, hidden] where there are hyper-connections."""
+
+    facts: ModelFacts
+    store: ExpertStore
+
+    def embed(self, batch: Batch) -> Tensor: ...
+
+    def mix(self, layer: int, h: Tensor, batch: Batch) -> tuple[Tensor, RoutedInput]:
+        """The layer up to its routed experts: the residual after the mixer, and what the experts need."""
+        ...
+
+    def combine(self, layer: int, h: Tensor, moe: RoutedInput) -> Tensor:
+        """The residual after the layer, once the routed experts are in `moe.acc`."""
+        ...
+
+    def head(self, h: Tensor) -> Tensor:
+        """Logits f32 [n, vocab] of the residual after the last layer."""
+        ...
+
+    def trunk_state(self, h: Tensor) -> Tensor:
+        """What the MTP block gets of the residual after the last trunk layer."""
+        ...
+
+    def draft_input(self, batch: Batch, state: Tensor) -> Tensor:
+        """The MTP block's residual from the batch's tokens and the state of the position before each."""
+        ...
+
+    def draft_state(self, h: Tensor) -> Tensor:
+        """What a chained draft gets of the residual after the MTP block."""
+        ...
+
+    def draft_head(self, h: Tensor) -> Tensor:
+        """Draft logits f32 [n, vocab] of the residual after the MTP block."""
+        ...
+
+
+def run_layer(model: Model, experts: Experts, layer: int, *, h: Tensor, batch: Batch) -> Tensor:
+    """One whole layer over the batch's rows."""
+    h, moe = model.mix(layer, h, batch)
+    experts(layer, moe)
+    return model.combine(layer, h, moe)
+
+
+def run_trunk(model: Model, experts: Experts, batch: Batch) -> Tensor:
+    """All trunk layers over the batch's rows; the sequences advance. Returns the residual after the last layer."""
+    h = model.embed(batch)
+    for layer in range(model.facts.n_layers):
+        h = run_layer(model, experts, layer, h=h, batch=batch)
+    for s in batch.segments:
+        s.sequence.advance(s.n)
+    return h
+
+
+@dataclass(frozen=True)
+class Header:
+    """The keys that all supported architectures share, read once."""
+
+    file: GGUFFile
+    arch: str
+    n_blocks: int
+    n_draft_layers: int
+    hidden: int
+    n_vocab: int
+    context_length: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    n_rot: int
+    theta: float
+    eps: float
+    n_experts: int
+    top_k: int
+    expert_ff: int
+    shared_ff: int
+
+    @property
+    def n_layers(self) -> int:
+        return self.n_blocks - self.n_draft_layers
+
+    @classmethod
+    def read(cls, file: GGUFFile) -> "Header":
+        arch = file.get_str("general.architecture")
+
+        def number(key: str, default: int | None = None) -> int:
+            if default is None:
+                return file.get_int(f"{arch}.{key}")
+            return file.get_int(f"{arch}.{key}", default=default)
+
+        head_dim = number("attention.key_length")
+        return cls(
+            file=file,
+            arch=arch,
+            n_blocks=number("block_count"),
+            n_draft_layers=number("nextn_predict_layers", 0),
+            hidden=number("embedding_length"),
+            n_vocab=file.get_tensor("token_embd.weight").shape[0],
+            context_length=number("context_length"),
+            n_heads=number("attention.head_count"),
+            n_kv_heads=number("attention.head_count_kv"),
+            head_dim=head_dim,
+            n_rot=number("rope.dimension_count", head_dim),
+            theta=file.get_float(f"{arch}.rope.freq_base"),
+            eps=file.get_float(f"{arch}.attention.layer_norm_rms_epsilon"),
+            n_experts=number("expert_count"),
+            top_k=number("expert_used_count"),
+            expert_ff=number("expert_feed_forward_length"),
+            shared_ff=number("expert_shared_feed_forward_length", 0),
+        )
+
+    def recurrent_layers(self) -> tuple[bool, ...]:
+        """By block: is it linear attention? From the list, or from the interval; the MTP block never is."""
+        key = f"{self.arch}.attention.recurrent_layers"
+        if key in self.file.metadata:
+            flags = tuple(self.file.get_bools(key))
+        else:
+            every = self.file.get_int(f"{self.arch}.full_attention_interval")
+            flags = tuple((i + 1) % every != 0 for i in range(self.n_layers))
+        flags = flags[: self.n_layers] + (False,) * self.n_draft_layers
+        assert len(flags) == self.n_blocks
+        return flags
+
+
+def embedding(weight: Weight, batch: Batch) -> Tensor:
+    """Rows of the embedding matrix, f32 [n, hidden], on the batch's device."""
+    return weight.rows(batch.tokens).to(batch.tokens.device)

@@ -1,0 +1,90 @@
+"""qwen3moe: dense attention without gate in every layer, MoE without a shared expert, pre-norm residual.
+
+Owns the weights' views. Never knows the phase. Hazard: gammas are w itself here, as in every GGUF of this family.
+"""
+
+from torch import Tensor
+
+from makeway.errors import UserError
+from makeway.experts.routed import RoutedInput
+from makeway.experts.store import ExpertStore
+from makeway.gguf import GGUFFile
+from makeway.kernels import Ops
+from makeway.kv import Batch
+from makeway.layers.attention import attention
+from makeway.layers.moe import moe_input
+from makeway.models import blocks
+from makeway.models.base import Header, ModelFacts, embedding
+from makeway.models.weights import WeightReader
+
+
+class Qwen3Moe:
+    """Loads views only; raises UserError for a file whose tensors and metadata disagree."""
+
+    def __init__(self, file: GGUFFile, ops: Ops) -> None:
+        head = Header.read(file)
+        if head.n_draft_layers:
+            raise UserError(f"{file.paths[0]}: qwen3moe files have no MTP block, this one names {head.n_draft_layers}")
+        r = WeightReader(file)
+        self._ops, self._head = ops, head
+        self._shape = blocks.attention_shape(head, gated=False)
+        self._embed = r.matrix("token_embd.weight", (head.n_vocab, head.hidden))
+        tied = not r.has("output.weight")
+        self._output = self._embed if tied else r.matrix("output.weight", (head.n_vocab, head.hidden))
+        self._output_norm = r.vector("output_norm.weight", (head.hidden,))
+        n = range(head.n_blocks)
+        self._attention = [blocks.attention_weights(r, head, i, gated=False) for i in n]
+        self._norms = [r.vector(f"blk.{i}.attn_norm.weight", (head.hidden,)) for i in n]
+        self._ffn_norms = [r.vector(f"blk.{i}.ffn_norm.weight", (head.hidden,)) for i in n]
+        self._moe = [blocks.moe_weights(r, head, i) for i in n]
+        self.store = ExpertStore(
+            [r.experts(i, n_experts=head.n_experts, hidden=head.hidden, ff=head.expert_ff) for i in n]
+        )
+        self.facts = ModelFacts(
+            architecture=head.arch,
+            name=str(file.metadata.get("general.name", "")),
+            n_layers=head.n_layers,
+            n_draft_layers=0,
+            hidden=head.hidden,
+            n_streams=1,
+            n_vocab=head.n_vocab,
+            context_length=head.context_length,
+            n_experts=head.n_experts,
+            top_k=head.top_k,
+            expert_ff=head.expert_ff,
+            shared_ff=head.shared_ff,
+            eps=head.eps,
+            kv_shapes={i: blocks.kv_shape(head) for i in n},
+            state_shapes={},
+            ple_tails={},
+        )
+
+    def _norm(self, x: Tensor, gamma: Tensor) -> Tensor:
+        return self._ops.rms_norm(x, gamma, self._head.eps)
+
+    def embed(self, batch: Batch) -> Tensor:
+        return embedding(self._embed, batch)
+
+    def mix(self, layer: int, h: Tensor, batch: Batch) -> tuple[Tensor, RoutedInput]:
+        x = self._norm(h, self._norms[layer])
+        h = h + attention(self._ops, self._shape, self._attention[layer], layer=layer, x=x, batch=batch)
+        x = self._norm(h, self._ffn_norms[layer])
+        return h, moe_input(self._ops, self._moe[layer], x, top_k=self._head.top_k)
+
+    def combine(self, layer: int, h: Tensor, moe: RoutedInput) -> Tensor:
+        return h + moe.acc
+
+    def head(self, h: Tensor) -> Tensor:
+        return self._ops.linear(self._norm(h, self._output_norm), self._output)
+
+    def trunk_state(self, h: Tensor) -> Tensor:
+        raise AssertionError("qwen3moe has no MTP block")
+
+    def draft_input(self, batch: Batch, state: Tensor) -> Tensor:
+        raise AssertionError("qwen3moe has no MTP block")
+
+    def draft_state(self, h: Tensor) -> Tensor:
+        raise AssertionError("qwen3moe has no MTP block")
+
+    def draft_head(self, h: Tensor) -> Tensor:
+        raise AssertionError("qwen3moe has no MTP block")

@@ -1,0 +1,121 @@
+"""qwen3next and qwen35moe: Gated DeltaNet and gated attention in turn, MoE with a shared expert, pre-norm residual.
+
+Owns the weights' views. Never knows the phase. Hazard: the two order V heads differently (`tiled`), and only
+qwen35moe has an MTP block, whose state is the hidden *after* the output norm.
+"""
+
+import torch
+from torch import Tensor
+
+from makeway.errors import UserError
+from makeway.experts.routed import RoutedInput
+from makeway.experts.store import ExpertStore
+from makeway.gguf import GGUFFile
+from makeway.kernels import Ops
+from makeway.kv import Batch
+from makeway.layers.attention import AttentionWeights, attention
+from makeway.layers.delta_net import delta_net
+from makeway.layers.moe import moe_input
+from makeway.models import blocks
+from makeway.models.base import Header, ModelFacts, embedding
+from makeway.models.weights import WeightReader
+
+
+class Qwen3Next:
+    """Loads views only; raises UserError for a file whose tensors and metadata disagree."""
+
+    tiled = False
+
+    def __init__(self, file: GGUFFile, ops: Ops) -> None:
+        head = Header.read(file)
+        r = WeightReader(file)
+        self._ops, self._head = ops, head
+        recurrent = head.recurrent_layers()
+        self._attention_shape = blocks.attention_shape(head, gated=True)
+        self._delta_shape = blocks.delta_net_shape(head, tiled=self.tiled, sigmoid_gate=False)
+        self._embed = r.matrix("token_embd.weight", (head.n_vocab, head.hidden))
+        tied = not r.has("output.weight")
+        self._output = self._embed if tied else r.matrix("output.weight", (head.n_vocab, head.hidden))
+        self._output_norm = r.vector("output_norm.weight", (head.hidden,))
+        n = range(head.n_blocks)
+        self._mixers = [
+            blocks.delta_net_weights(r, head, i, shape=self._delta_shape)
+            if recurrent[i]
+            else blocks.attention_weights(r, head, i, gated=True)
+            for i in n
+        ]
+        self._norms = [r.vector(f"blk.{i}.attn_norm.weight", (head.hidden,)) for i in n]
+        self._ffn_norms = [r.vector(f"blk.{i}.post_attention_norm.weight", (head.hidden,)) for i in n]
+        self._moe = [blocks.moe_weights(r, head, i) for i in n]
+        self.store = ExpertStore(
+            [r.experts(i, n_experts=head.n_experts, hidden=head.hidden, ff=head.expert_ff) for i in n]
+        )
+        if head.n_draft_layers:
+            self._read_draft(r)
+        self.facts = ModelFacts(
+            architecture=head.arch,
+            name=str(file.metadata.get("general.name", "")),
+            n_layers=head.n_layers,
+            n_draft_layers=head.n_draft_layers,
+            hidden=head.hidden,
+            n_streams=1,
+            n_vocab=head.n_vocab,
+            context_length=head.context_length,
+            n_experts=head.n_experts,
+            top_k=head.top_k,
+            expert_ff=head.expert_ff,
+            shared_ff=head.shared_ff,
+            eps=head.eps,
+            kv_shapes={i: blocks.kv_shape(head) for i in n if not recurrent[i]},
+            state_shapes={i: blocks.state_shape(head, self._delta_shape) for i in n if recurrent[i]},
+            ple_tails={},
+        )
+
+    def _read_draft(self, r: WeightReader) -> None:
+        head = self._head
+        if head.n_draft_layers != 1:
+            raise UserError(f"{r.file.paths[0]}: {head.n_draft_layers} MTP blocks; makeway reads files with one")
+        p = f"blk.{head.n_layers}.nextn."
+        self._eh_proj = r.matrix(p + "eh_proj.weight", (head.hidden, 2 * head.hidden))
+        self._enorm = r.vector(p + "enorm.weight", (head.hidden,))
+        self._hnorm = r.vector(p + "hnorm.weight", (head.hidden,))
+        self._draft_norm = r.vector(p + "shared_head_norm.weight", (head.hidden,))
+        own_embed, own_head = p + "embed_tokens.weight", p + "shared_head_head.weight"
+        shape = (head.n_vocab, head.hidden)
+        self._draft_embed = r.matrix(own_embed, shape) if r.has(own_embed) else self._embed
+        self._draft_output = r.matrix(own_head, shape) if r.has(own_head) else self._output
+
+    def _norm(self, x: Tensor, gamma: Tensor) -> Tensor:
+        return self._ops.rms_norm(x, gamma, self._head.eps)
+
+    def embed(self, batch: Batch) -> Tensor:
+        return embedding(self._embed, batch)
+
+    def mix(self, layer: int, h: Tensor, batch: Batch) -> tuple[Tensor, RoutedInput]:
+        ops, w = self._ops, self._mixers[layer]
+        x = self._norm(h, self._norms[layer])
+        if isinstance(w, AttentionWeights):
+            h = h + attention(ops, self._attention_shape, w, layer=layer, x=x, batch=batch)
+        else:
+            h = h + delta_net(ops, self._delta_shape, w, layer=layer, x=x, batch=batch)
+        x = self._norm(h, self._ffn_norms[layer])
+        return h, moe_input(ops, self._moe[layer], x, top_k=self._head.top_k)
+
+    def combine(self, layer: int, h: Tensor, moe: RoutedInput) -> Tensor:
+        return h + moe.acc
+
+    def head(self, h: Tensor) -> Tensor:
+        return self._ops.linear(self._norm(h, self._output_norm), self._output)
+
+    def trunk_state(self, h: Tensor) -> Tensor:
+        return self._norm(h, self._output_norm)
+
+    def draft_input(self, batch: Batch, state: Tensor) -> Tensor:
+        e = self._norm(embedding(self._draft_embed, batch), self._enorm)
+        return self._ops.linear(torch.cat((e, self._norm(state, self._hnorm)), dim=-1), self._eh_proj)
+
+    def draft_state(self, h: Tensor) -> Tensor:
+        return self._norm(h, self._draft_norm)
+
+    def draft_head(self, h: Tensor) -> Tensor:
+        return self._ops.linear(self._norm(h, self._draft_norm), self._draft_output)

@@ -1,0 +1,209 @@
+"""qwen4exp (Qwen3.8-Flash-Next): GDN and sparse attention, hyper-connections, PLE, shared expert, MTP block.
+
+Owns the weights' views. Never knows the phase. Hazard: there are no layer norms and no output norm; the mixers of the
+hyper-connections take their place, and the MTP block gets the wide residual *before* the output mixer.
+"""
+
+import torch
+from torch import Tensor
+
+from makeway.errors import UserError
+from makeway.experts.routed import RoutedInput
+from makeway.experts.store import ExpertStore
+from makeway.gguf import GGUFFile
+from makeway.kernels import Ops
+from makeway.kv import Batch
+from makeway.layers import hyper_connections as hc
+from makeway.layers.attention import AttentionWeights, attention
+from makeway.layers.delta_net import delta_net
+from makeway.layers.moe import moe_input
+from makeway.layers.ple import PleHash, PleWeights, ple
+from makeway.layers.sparse_attention import IndexerWeights
+from makeway.models import blocks
+from makeway.models.base import Header, ModelFacts, embedding
+from makeway.models.weights import WeightReader
+
+
+class Qwen4Exp:
+    """Loads views only; raises UserError for a file whose tensors and metadata disagree."""
+
+    def __init__(self, file: GGUFFile, ops: Ops) -> None:
+        head = Header.read(file)
+        r = WeightReader(file)
+        self._ops, self._head, self._file = ops, head, file
+        self._n_streams = file.get_int(f"{head.arch}.hyper_connection.count")
+        self._low_rank = file.get_int(f"{head.arch}.hyper_connection.low_rank")
+        recurrent = head.recurrent_layers()
+        self._attention_shape = blocks.attention_shape(head, gated=True)
+        self._delta_shape = blocks.delta_net_shape(head, tiled=True, sigmoid_gate=True)
+        self._embed = r.matrix("token_embd.weight", (head.n_vocab, head.hidden))
+        tied = not r.has("output.weight")
+        self._output = self._embed if tied else r.matrix("output.weight", (head.n_vocab, head.hidden))
+        self._output_mixer = self._mixer(r, "output_hc_", inject=False)
+        n = range(head.n_blocks)
+        indexers = {i: self._indexer(r, i) for i in n if not recurrent[i]}
+        self._mixers = [
+            blocks.delta_net_weights(r, head, i, shape=self._delta_shape)
+            if recurrent[i]
+            else blocks.attention_weights(r, head, i, gated=True, indexer=indexers[i])
+            for i in n
+        ]
+        self._hc_attn = [self._mixer(r, f"blk.{i}.hc_attn_", inject=True) for i in n]
+        self._hc_ffn = [self._mixer(r, f"blk.{i}.hc_ffn_", inject=True) for i in n]
+        self._moe = [blocks.moe_weights(r, head, i) for i in n]
+        self.store = ExpertStore(
+            [r.experts(i, n_experts=head.n_experts, hidden=head.hidden, ff=head.expert_ff) for i in n]
+        )
+        self._read_ple(r)
+        if head.n_draft_layers:
+            self._read_draft(r)
+        width = self._n_streams * head.hidden
+        self.facts = ModelFacts(
+            architecture=head.arch,
+            name=str(file.metadata.get("general.name", "")),
+            n_layers=head.n_layers,
+            n_draft_layers=head.n_draft_layers,
+            hidden=head.hidden,
+            n_streams=self._n_streams,
+            n_vocab=head.n_vocab,
+            context_length=head.context_length,
+            n_experts=head.n_experts,
+            top_k=head.top_k,
+            expert_ff=head.expert_ff,
+            shared_ff=head.shared_ff,
+            eps=head.eps,
+            kv_shapes={i: blocks.kv_shape(head, indexers[i]) for i in n if not recurrent[i]},
+            state_shapes={i: blocks.state_shape(head, self._delta_shape) for i in n if recurrent[i]},
+            ple_tails={i: ((w.conv.shape[1] - 1) * h.ngram, width) for i, (w, h) in self._ple.items()},
+        )
+
+    def _mixer(self, r: WeightReader, prefix: str, *, inject: bool) -> hc.MixerWeights:
+        width, rank = self._n_streams * self._head.hidden, self._low_rank
+        return hc.MixerWeights(
+            norm=r.vector(prefix + "norm.weight", (width,)),
+            down=r.matrix(prefix + "down.weight", (rank, width)),
+            up=r.matrix(prefix + "up.weight", (width, rank)),
+            inject=r.matrix(prefix + "inject.weight", (self._n_streams, width)) if inject else None,
+        )
+
+    def _indexer(self, r: WeightReader, i: int) -> IndexerWeights | None:
+        head, p = self._head, f"blk.{i}.indexer."
+        if not r.has(p + "q_proj.weight"):
+            return None
+        key = f"{head.arch}.attention.compress_ratios"
+        ratios = self._file.get_ints(key)
+        ratio = int(ratios[i]) if i < len(ratios) else 0
+        if ratio < 1 or 64 % ratio:
+            raise UserError(
+                f"{self._file.paths[0]}: '{key}' is {ratio} for layer {i}, which has a sparse-attention indexer "
+                "(a known converter fault would make it attend densely); convert the model again with the plain "
+                "config.json"
+            )
+
+        def number(name: str) -> int:
+            return self._file.get_int(f"{head.arch}.attention.indexer.{name}")
+
+        n_heads, dim = number("head_count"), number("key_length")
+        return IndexerWeights(
+            q_proj=r.matrix(p + "q_proj.weight", (n_heads * dim, head.hidden)),
+            k_proj=r.matrix(p + "k_proj.weight", (dim, head.hidden)),
+            q_norm=r.vector(p + "q_norm.weight", (dim,)),
+            k_norm=r.vector(p + "k_norm.weight", (dim,)),
+            n_heads=n_heads,
+            dim=dim,
+            ratio=ratio,
+            n_select=number("top_k") // ratio,
+            n_rot=head.n_rot,
+            theta=head.theta,
+            eps=head.eps,
+        )
+
+    def _read_ple(self, r: WeightReader) -> None:
+        head, file, a = self._head, self._file, f"{self._head.arch}.ple."
+        self._ple: dict[int, tuple[PleWeights, PleHash]] = {}
+        if a + "layers" not in file.metadata:
+            return
+        ngram, per_ngram = file.get_int(a + "ngram_size"), file.get_int(a + "heads_per_ngram")
+        row, taps = file.get_int(f"{head.arch}.embedding_length_per_layer_input"), file.get_int(a + "conv_kernel")
+        n_heads, width = (ngram - 1) * per_ngram, self._n_streams * head.hidden
+        table = r.matrix("per_layer_token_embd.weight", (file.get_tensor("per_layer_token_embd.weight").shape[0], row))
+        multipliers, offsets, sizes = (
+            [int(v) for v in file.get_ints(a + key)] for key in ("layer_multipliers", "head_offsets", "head_vocab_sizes")
+        )
+        for j, i in enumerate(int(v) for v in file.get_ints(a + "layers")):
+            p, part = f"blk.{i}.ple_", slice(j * n_heads, (j + 1) * n_heads)
+            hashes = PleHash(
+                multipliers=tuple(multipliers[j * ngram : (j + 1) * ngram]),
+                offsets=tuple(offsets[part]),
+                sizes=tuple(sizes[part]),
+                heads_per_ngram=per_ngram,
+                eos=file.get_int(a + "eos_token_id"),
+            )
+            if len(hashes.sizes) != n_heads or max(o + s for o, s in zip(offsets, sizes, strict=True)) > table.n_rows:
+                raise UserError(f"{file.paths[0]}: the '{a}' keys do not fit the table of {table.n_rows} rows")
+            weights = PleWeights(
+                table=table,
+                key=r.matrix(p + "key.weight", (width, n_heads * row)),
+                value=r.matrix(p + "value.weight", (head.hidden, n_heads * row)),
+                norm_key=r.vector(p + "norm_key.weight", (width,)),
+                norm_query=r.vector(p + "norm_query.weight", (width,)),
+                norm_conv=r.vector(p + "norm_conv.weight", (width,)),
+                conv=r.vector(p + "conv1d.weight", (width, taps)),
+            )
+            self._ple[i] = (weights, hashes)
+
+    def _read_draft(self, r: WeightReader) -> None:
+        head = self._head
+        if head.n_draft_layers != 1:
+            raise UserError(f"{r.file.paths[0]}: {head.n_draft_layers} MTP blocks; makeway reads files with one")
+        p = f"blk.{head.n_layers}.nextn."
+        self._eh_proj = r.matrix(p + "eh_proj.weight", (head.hidden, 2 * head.hidden))
+        self._enorm = r.vector(p + "enorm.weight", (head.hidden,))
+        self._hnorm = r.vector(p + "hnorm.weight", (self._n_streams * head.hidden,))
+        self._draft_mixer = self._mixer(r, p + "hc_head_", inject=False)
+        own_embed, own_head = p + "embed_tokens.weight", p + "shared_head_head.weight"
+        shape = (head.n_vocab, head.hidden)
+        self._draft_embed = r.matrix(own_embed, shape) if r.has(own_embed) else self._embed
+        self._draft_output = r.matrix(own_head, shape) if r.has(own_head) else self._output
+
+    def embed(self, batch: Batch) -> Tensor:
+        return embedding(self._embed, batch)[:, None].repeat(1, self._n_streams, 1)
+
+    def mix(self, layer: int, h: Tensor, batch: Batch) -> tuple[Tensor, RoutedInput]:
+        ops, eps, w = self._ops, self._head.eps, self._mixers[layer]
+        if layer in self._ple:
+            weights, hashes = self._ple[layer]
+            h = h + ple(ops, weights, hashes, layer=layer, h=h, batch=batch, eps=eps)
+        x, inject = hc.mix(ops, self._hc_attn[layer], h, eps=eps)
+        assert inject is not None
+        if isinstance(w, AttentionWeights):
+            out = attention(ops, self._attention_shape, w, layer=layer, x=x, batch=batch)
+        else:
+            out = delta_net(ops, self._delta_shape, w, layer=layer, x=x, batch=batch)
+        h = hc.combine(h, inject, out)
+        x, inject = hc.mix(ops, self._hc_ffn[layer], h, eps=eps)
+        return h, moe_input(ops, self._moe[layer], x, top_k=self._head.top_k, inject=inject)
+
+    def combine(self, layer: int, h: Tensor, moe: RoutedInput) -> Tensor:
+        assert moe.inject is not None
+        return hc.combine(h, moe.inject, moe.acc)
+
+    def head(self, h: Tensor) -> Tensor:
+        return self._ops.linear(hc.mix(self._ops, self._output_mixer, h, eps=self._head.eps)[0], self._output)
+
+    def trunk_state(self, h: Tensor) -> Tensor:
+        return h
+
+    def draft_input(self, batch: Batch, state: Tensor) -> Tensor:
+        n, ops, eps = state.shape[0], self._ops, self._head.eps
+        e = ops.rms_norm(embedding(self._draft_embed, batch), self._enorm, eps)
+        e = e[:, None].expand(n, self._n_streams, -1)
+        both = torch.cat((e, hc.stream_norm(ops, state, self._hnorm, eps)), dim=-1)
+        return ops.linear(both.reshape(n * self._n_streams, -1), self._eh_proj).view_as(state)
+
+    def draft_state(self, h: Tensor) -> Tensor:
+        return h
+
+    def draft_head(self, h: Tensor) -> Tensor:
+        mixed = hc.mix(self._ops, self._draft_mixer, h, eps=self._head.eps)[0]
+        return self._ops.linear(mixed, self._draft_output)

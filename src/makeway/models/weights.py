@@ -1,0 +1,80 @@
+"""The tensors of a GGUF file as weights: looked up by name, checked for shape and type, never copied.
+
+Owns the list of names a model has asked for. Never decodes anything but vectors. Hazard: a matrix is a view of the
+mapped file and lives only as long as the file is open.
+"""
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from makeway.errors import UserError
+from makeway.experts.store import ExpertMatrix, LayerExperts
+from makeway.gguf import GGUFFile, TensorInfo
+from makeway.kernels import Weight
+from makeway.quants import decode_rows, quant_type
+
+
+class WeightReader:
+    """`matrix`, `vector` and `experts` raise UserError naming the file and the tensor when something is off."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.file = file
+        self.used: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        return name in self.file.tensors
+
+    def matrix(self, name: str, shape: Sequence[int]) -> Weight:
+        """A weight of `shape` = (rows, columns), as in the file."""
+        info = self._info(name, shape)
+        return Weight(self._raw(info, shape[0]), info.type, shape[1])
+
+    def row(self, name: str, n_cols: int) -> Weight:
+        """A vector [n_cols] as a weight of one row."""
+        info = self._info(name, (n_cols,))
+        return Weight(self._raw(info, 1), info.type, n_cols)
+
+    def vector(self, name: str, shape: Sequence[int]) -> Tensor:
+        """A small tensor as float32 of `shape`."""
+        info = self._info(name, shape)
+        return decode_rows(self._raw(info, 1)[0], info.type).reshape(tuple(shape))
+
+    def experts(self, layer: int, *, n_experts: int, hidden: int, ff: int) -> LayerExperts:
+        """Gate, up and down of all experts of a layer, also from a fused `ffn_gate_up_exps`."""
+        prefix = f"blk.{layer}.ffn_"
+        down = self._stack(f"{prefix}down_exps.weight", (n_experts, hidden, ff))
+        fused = f"{prefix}gate_up_exps.weight"
+        if self.has(fused):
+            both = self._stack(fused, (n_experts, 2 * ff, hidden))
+            gate = ExpertMatrix(both.raw[:, :ff], both.type, hidden)
+            up = ExpertMatrix(both.raw[:, ff:], both.type, hidden)
+        else:
+            gate = self._stack(f"{prefix}gate_exps.weight", (n_experts, ff, hidden))
+            up = self._stack(f"{prefix}up_exps.weight", (n_experts, ff, hidden))
+        return LayerExperts(gate, up, down)
+
+    def _stack(self, name: str, shape: tuple[int, int, int]) -> ExpertMatrix:
+        info = self._info(name, shape)
+        raw = self._raw(info, shape[0] * shape[1])
+        return ExpertMatrix(raw.view(shape[0], shape[1], -1), info.type, shape[2])
+
+    def _info(self, name: str, shape: Sequence[int]) -> TensorInfo:
+        info = self.file.get_tensor(name)
+        if tuple(info.shape) != tuple(shape):
+            raise UserError(
+                f"{self.file.paths[0]}: tensor '{name}' has shape {list(info.shape)}, but the metadata say "
+                f"{list(shape)}; convert the model again with a current converter"
+            )
+        quant_type(info.type, tensor=name)
+        self.used.add(name)
+        return info
+
+    def _raw(self, info: TensorInfo, n_rows: int) -> Tensor:
+        array = self.file.bytes_of(info.name)
+        with warnings.catch_warnings():
+            # torch has no read-only tensors and warns; nothing here ever writes to a weight.
+            warnings.simplefilter("ignore", UserWarning)
+            return torch.from_numpy(array).view(n_rows, -1)
