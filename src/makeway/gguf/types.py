@@ -1,8 +1,10 @@
 """GGML tensor types as data: name, number in the file, elements and bytes of a block.
 
 Owns the one table that says how many bytes a row takes; decodes nothing (that is `quants/`).
-Hazard: the numbers are a file format; they are never renumbered.
-Source: ggml's published type list (block sizes checked against the `gguf` package in the tests).
+Hazard: the numbers are a file format; they are never renumbered. (Some forks of llama.cpp use 42 and up
+for types of their own; nothing in a file tells them apart.)
+Source: ggml's published type list (block sizes checked against the `gguf` package in the tests; two entries
+differ from it on purpose: its Q8_1 has 40 bytes, ggml's C struct 36, and it does not know Q2_0).
 """
 
 from dataclasses import dataclass
@@ -46,6 +48,7 @@ class GGMLType(IntEnum):
     MXFP4 = 39
     NVFP4 = 40
     Q1_0 = 41
+    Q2_0 = 42
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ BLOCK_SIZES: dict[GGMLType, BlockSize] = {
     GGMLType.MXFP4: BlockSize(32, 17),
     GGMLType.NVFP4: BlockSize(64, 36),
     GGMLType.Q1_0: BlockSize(128, 18),
+    GGMLType.Q2_0: BlockSize(64, 18),
 }
 
 

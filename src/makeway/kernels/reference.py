@@ -108,9 +108,7 @@ def causal_conv(window: Tensor, kernel: Tensor, *, dilation: int = 1) -> Tensor:
     return out
 
 
-def delta_rule(
-    state: Tensor, q: Tensor, k: Tensor, *, v: Tensor, decay: Tensor, beta: Tensor
-) -> tuple[Tensor, Tensor]:
+def delta_rule(state: Tensor, q: Tensor, k: Tensor, *, v: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
     """The gated delta rule as its token recurrence.
 
     state f32 [heads, d_k, d_v]; q, k f32 [n, heads, d_k]; v f32 [n, heads, d_v]; decay, beta f32 [n, heads].

@@ -16,9 +16,7 @@ from makeway.kernels.reference import KEY_TILE, ROW_TILE
 KeyTile = Callable[[int], tuple[Tensor, Tensor]]
 
 
-def attention(
-    q: Tensor, positions: Tensor, *, n_keys: int, key_tile: KeyTile, allowed: Tensor | None = None
-) -> Tensor:
+def attention(q: Tensor, positions: Tensor, *, n_keys: int, key_tile: KeyTile, allowed: Tensor | None = None) -> Tensor:
     """Causal attention with an online softmax over key tiles.
 
     q f32 [n, heads, d] (already scaled); positions int64 [n], ascending; `key_tile(j)` gives keys and values
@@ -81,9 +79,7 @@ def _attend_tile(q: Tensor, positions: Tensor, key_tile: KeyTile, allowed: Tenso
     return out.view(n_kv, n_heads // n_kv, n_rows, -1).permute(2, 0, 1, 3).reshape(n_rows, n_heads, -1)
 
 
-def block_scores(
-    q: Tensor, *, n_blocks: int, pooled_tile: Callable[[int], Tensor], blocks_per_tile: int
-) -> Tensor:
+def block_scores(q: Tensor, *, n_blocks: int, pooled_tile: Callable[[int], Tensor], blocks_per_tile: int) -> Tensor:
     """Scores of the sparse indexer: sum over heads of relu(q . k) / sqrt(d).
 
     q f32 [n, heads, d]; `pooled_tile(j)` gives pooled keys f32 [blocks_per_tile, d] of blocks j*blocks_per_tile...

@@ -47,5 +47,8 @@ class Batch:
             positions += range(sequence.length, sequence.length + len(new))
             tokens += new
         return cls(
-            torch.tensor(tokens, device=device), torch.tensor(positions, device=device), tuple(tokens), tuple(segments)
+            torch.tensor(tokens, device=device),
+            torch.tensor(positions, device=device),
+            tuple(tokens),
+            tuple(segments),
         )

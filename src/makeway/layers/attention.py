@@ -54,7 +54,9 @@ def attention(ops: Ops, shape: AttentionShape, w: AttentionWeights, *, layer: in
         cache.write(layer, table, s.position, keys=k[s.rows], values=v[s.rows])
         allowed = None
         if w.indexer is not None:
-            allowed = allowed_keys(ops, w.indexer, layer=layer, x=x[s.rows], segment=s, positions=batch.positions[s.rows])
+            allowed = allowed_keys(
+                ops, w.indexer, layer=layer, x=x[s.rows], segment=s, positions=batch.positions[s.rows]
+            )
         out[s.rows] = ops.attention(
             q[s.rows],
             batch.positions[s.rows],

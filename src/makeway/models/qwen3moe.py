@@ -3,6 +3,7 @@
 Owns the weights' views. Never knows the phase. Hazard: gammas are w itself here, as in every GGUF of this family.
 """
 
+import torch
 from torch import Tensor
 
 from makeway.errors import UserError
@@ -21,11 +22,11 @@ from makeway.models.weights import WeightReader
 class Qwen3Moe:
     """Loads views only; raises UserError for a file whose tensors and metadata disagree."""
 
-    def __init__(self, file: GGUFFile, ops: Ops) -> None:
+    def __init__(self, file: GGUFFile, ops: Ops, device: torch.device) -> None:
         head = Header.read(file)
         if head.n_draft_layers:
             raise UserError(f"{file.paths[0]}: qwen3moe files have no MTP block, this one names {head.n_draft_layers}")
-        r = WeightReader(file)
+        r = WeightReader(file, device)
         self._ops, self._head = ops, head
         self._shape = blocks.attention_shape(head, gated=False)
         self._embed = r.matrix("token_embd.weight", (head.n_vocab, head.hidden))

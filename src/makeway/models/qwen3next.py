@@ -26,9 +26,9 @@ class Qwen3Next:
 
     tiled = False
 
-    def __init__(self, file: GGUFFile, ops: Ops) -> None:
+    def __init__(self, file: GGUFFile, ops: Ops, device: torch.device) -> None:
         head = Header.read(file)
-        r = WeightReader(file)
+        r = WeightReader(file, device)
         self._ops, self._head = ops, head
         recurrent = head.recurrent_layers()
         self._attention_shape = blocks.attention_shape(head, gated=True)

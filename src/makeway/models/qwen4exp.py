@@ -27,9 +27,9 @@ from makeway.models.weights import WeightReader
 class Qwen4Exp:
     """Loads views only; raises UserError for a file whose tensors and metadata disagree."""
 
-    def __init__(self, file: GGUFFile, ops: Ops) -> None:
+    def __init__(self, file: GGUFFile, ops: Ops, device: torch.device) -> None:
         head = Header.read(file)
-        r = WeightReader(file)
+        r = WeightReader(file, device)
         self._ops, self._head, self._file = ops, head, file
         self._n_streams = file.get_int(f"{head.arch}.hyper_connection.count")
         self._low_rank = file.get_int(f"{head.arch}.hyper_connection.low_rank")
@@ -124,11 +124,15 @@ class Qwen4Exp:
         if a + "layers" not in file.metadata:
             return
         ngram, per_ngram = file.get_int(a + "ngram_size"), file.get_int(a + "heads_per_ngram")
-        row, taps = file.get_int(f"{head.arch}.embedding_length_per_layer_input"), file.get_int(a + "conv_kernel")
+        row, taps = (
+            file.get_int(f"{head.arch}.embedding_length_per_layer_input"),
+            file.get_int(a + "conv_kernel"),
+        )
         n_heads, width = (ngram - 1) * per_ngram, self._n_streams * head.hidden
         table = r.matrix("per_layer_token_embd.weight", (file.get_tensor("per_layer_token_embd.weight").shape[0], row))
         multipliers, offsets, sizes = (
-            [int(v) for v in file.get_ints(a + key)] for key in ("layer_multipliers", "head_offsets", "head_vocab_sizes")
+            [int(v) for v in file.get_ints(a + key)]
+            for key in ("layer_multipliers", "head_offsets", "head_vocab_sizes")
         )
         for j, i in enumerate(int(v) for v in file.get_ints(a + "layers")):
             p, part = f"blk.{i}.ple_", slice(j * n_heads, (j + 1) * n_heads)

@@ -20,8 +20,10 @@ from makeway.quants import decode_rows, quant_type
 class WeightReader:
     """`matrix`, `vector` and `experts` raise UserError naming the file and the tensor when something is off."""
 
-    def __init__(self, file: GGUFFile) -> None:
+    def __init__(self, file: GGUFFile, device: torch.device) -> None:
+        """Matrices stay in the mapped file; vectors are decoded once, onto `device`."""
         self.file = file
+        self._device = device
         self.used: set[str] = set()
 
     def has(self, name: str) -> bool:
@@ -40,7 +42,7 @@ class WeightReader:
     def vector(self, name: str, shape: Sequence[int]) -> Tensor:
         """A small tensor as float32 of `shape`."""
         info = self._info(name, shape)
-        return decode_rows(self._raw(info, 1)[0], info.type).reshape(tuple(shape))
+        return decode_rows(self._raw(info, 1)[0], info.type).reshape(tuple(shape)).to(self._device)
 
     def experts(self, layer: int, *, n_experts: int, hidden: int, ff: int) -> LayerExperts:
         """Gate, up and down of all experts of a layer, also from a fused `ffn_gate_up_exps`."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from makeway.gguf.types import GGMLType
-from makeway.quants.base import Field, QuantType, f16_scales
+from makeway.quants.base import Field, QuantType, f16_scales, words
 from makeway.quants.grids import look_up
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -20,17 +20,27 @@ E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 @cache
-def _halves(values: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """f32 [256] twice: the values of the low and of the high four bits of a byte."""
-    table = torch.tensor(values, dtype=torch.float32, device=device)
-    return table.repeat(16), table.repeat_interleave(16)
+def _quads(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """int32 [65536]: the int8 values of four 4-bit indices, lowest first, as one word."""
+    index = torch.arange(1 << 16)[:, None] >> torch.arange(0, 16, 4) & 15
+    return torch.tensor(values, dtype=torch.int8)[index].view(torch.int32)[:, 0].to(device)
 
 
-def _values(qs: Tensor, half: int, values: tuple[int, ...]) -> Tensor:
-    """u8 [n, groups * half] -> f32 [n, groups, 2 * half]: of each group the low, then the high four bits."""
-    index = qs.int().view(qs.shape[0], qs.shape[1] // half, half)
-    low, high = _halves(values, qs.device)
-    return torch.cat((look_up(low, index), look_up(high, index)), dim=2)
+def _values(packed: Tensor, half: int, values: tuple[int, ...]) -> Tensor:
+    """int32 [n, words] -> f32 [n, groups, 2 * half]: of each `half` bytes the low, then the high ones.
+
+    The 4-bit indices are brought into weight order, closed up to four a word, and looked up four at a time.
+    """
+    n, n_words = packed.shape
+    n_groups = n_words * 4 // half
+    group = packed.view(n, n_groups, half // 4)
+    index = torch.empty((n, n_groups, 2, half // 4), dtype=torch.int32, device=packed.device)
+    index[:, :, 0] = group
+    torch.bitwise_right_shift(group, 4, out=index[:, :, 1])
+    index.bitwise_and_(0x0F0F0F0F)
+    index.bitwise_or_(index >> 4).bitwise_and_(0x00FF00FF)
+    index.bitwise_or_(index >> 8).bitwise_and_(0x0000FFFF)
+    return look_up(_quads(values, packed.device), index).view(torch.int8).float().view(n, n_groups, 2 * half)
 
 
 class IQ4_NL(QuantType):
@@ -45,7 +55,8 @@ class IQ4_NL(QuantType):
     )
 
     def decode(self, blocks: Tensor) -> Tensor:
-        return _values(blocks[:, 2:], 16, IQ4_VALUES).view(-1, 32).mul_(f16_scales(blocks, 0))
+        w = _values(words(blocks, 2, 16, torch.int32), 16, IQ4_VALUES).view(-1, 32)
+        return w.mul_(f16_scales(blocks, 0))
 
 
 class IQ4_XS(QuantType):
@@ -62,12 +73,17 @@ class IQ4_XS(QuantType):
     )
 
     def decode(self, blocks: Tensor) -> Tensor:
-        four = torch.arange(0, 8, 4, dtype=torch.uint8, device=blocks.device)
-        two = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)
-        low = (blocks[:, 4:8, None] >> four).bitwise_and_(0x0F).flatten(1)
-        top = (blocks[:, 2:4, None] >> two).bitwise_and_(0x03).bitwise_left_shift_(4).flatten(1)
-        scales = low.bitwise_or_(top).view(torch.int8).sub_(32).float().mul_(f16_scales(blocks, 0))
-        return _values(blocks[:, 8:], 16, IQ4_VALUES).mul_(scales.unsqueeze(-1)).view(-1, 256)
+        low = words(blocks, 4, 4, torch.int32).to(torch.int64).bitwise_and_(0xFFFFFFFF)  # [n, 1]
+        top = words(blocks, 2, 2, torch.int16).to(torch.int64).bitwise_and_(0xFFFF)
+        # 4-bit and 2-bit fields are moved apart, field i into byte i
+        for shift, mask in ((16, 0x0000FFFF0000FFFF), (8, 0x00FF00FF00FF00FF), (4, 0x0F0F0F0F0F0F0F0F)):
+            low.bitwise_or_(low << shift).bitwise_and_(mask)
+        for shift, mask in ((24, 0x000000FF000000FF), (12, 0x000F000F000F000F), (6, 0x0303030303030303)):
+            top.bitwise_or_(top << shift).bitwise_and_(mask)
+        sc = low.bitwise_or_(top << 4).view(torch.int8).sub_(32)  # [n, 8]
+        scales = sc.float().mul_(f16_scales(blocks, 0))
+        w = _values(words(blocks, 8, 128, torch.int32), 16, IQ4_VALUES)
+        return w.mul_(scales.unsqueeze(-1)).view(-1, 256)
 
 
 class MXFP4(QuantType):
@@ -85,7 +101,8 @@ class MXFP4(QuantType):
         e = blocks[:, :1].int()
         # half of 2^(e - 127) as f32 bits; the two smallest are subnormal: one bit of the fraction
         bits = torch.where(e < 2, 0x00200000 << e, (e - 1) << 23)
-        return _values(blocks[:, 1:], 16, E2M1_DOUBLED).view(-1, 32).mul_(bits.view(torch.float32))
+        w = _values(words(blocks, 1, 16, torch.int32), 16, E2M1_DOUBLED).view(-1, 32)
+        return w.mul_(bits.view(torch.float32))
 
 
 class NVFP4(QuantType):
@@ -100,8 +117,9 @@ class NVFP4(QuantType):
     )
 
     def decode(self, blocks: Tensor) -> Tensor:
-        s = blocks[:, :4].int()
+        s = words(blocks, 0, 4, torch.int32).contiguous().view(torch.uint8).int()  # [n, 4]
         exponent, fraction = (s >> 3).bitwise_and_(15), s & 7
         normal = (exponent + 119 << 23 | fraction << 20).view(torch.float32)  # (1 + f/8) * 2^(e - 8)
         scales = torch.where(exponent == 0, fraction.float() * 2.0**-10, normal).masked_fill_(s == 0x7F, 0.0)
-        return _values(blocks[:, 4:], 8, E2M1_DOUBLED).mul_(scales.unsqueeze(-1)).view(-1, 64)
+        w = _values(words(blocks, 4, 32, torch.int32), 8, E2M1_DOUBLED)
+        return w.mul_(scales.unsqueeze(-1)).view(-1, 64)

@@ -167,9 +167,7 @@ class IQ2_S(QuantType):
         scales = f16_scales(blocks, 0) * _bit_fields(_bytes(blocks, 74, 8), 4, 2).flatten(1).float().add_(0.5)
         top = _bit_fields(_bytes(blocks, 66, 8), 2, 4).flatten(1)
         return _signed(
-            look_up(
-                grid_words("iq2_s", blocks.device), top.bitwise_left_shift_(8).bitwise_or_(blocks[:, 2:34])
-            ),
+            look_up(grid_words("iq2_s", blocks.device), top.bitwise_left_shift_(8).bitwise_or_(blocks[:, 2:34])),
             look_up(sign_words(blocks.device), _bytes(blocks, 34, 32)),
             scales.mul_(0.25),
         )
@@ -215,9 +213,7 @@ class IQ3_S(QuantType):
         scales = f16_scales(blocks, 0) * _bit_fields(_bytes(blocks, 106, 4), 4, 2).flatten(1).mul_(2).add_(1)
         ninth = _bit_fields(_bytes(blocks, 66, 8), 1, 8).flatten(1)
         return _signed(
-            look_up(
-                grid_words("iq3_s", blocks.device), ninth.bitwise_left_shift_(8).bitwise_or_(blocks[:, 2:66])
-            ),
+            look_up(grid_words("iq3_s", blocks.device), ninth.bitwise_left_shift_(8).bitwise_or_(blocks[:, 2:66])),
             look_up(sign_words(blocks.device), _bytes(blocks, 74, 32)),
             scales,
         )

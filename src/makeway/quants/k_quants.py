@@ -65,9 +65,7 @@ class Q2_K(QuantType):
     block_bytes = 84
     FIELDS = (
         Field("scales", 0, 16, "per 16 weights: scale in the low, min in the high 4 bits"),
-        Field(
-            "qs", 16, 64, "2-bit values: half h of 128 weights in 32 bytes, bits 2k of byte j: weight 32k+j"
-        ),
+        Field("qs", 16, 64, "2-bit values: half h of 128 weights in 32 bytes, bits 2k of byte j: weight 32k+j"),
         Field("d", 80, 2, "f16 scale of the scales"),
         Field("dmin", 82, 2, "f16 scale of the mins"),
     )
@@ -119,9 +117,7 @@ class Q4_K(QuantType):
     FIELDS = (
         Field("d", 0, 2, "f16 scale of the scales"),
         Field("dmin", 2, 2, "f16 scale of the mins"),
-        Field(
-            "scales", 4, 12, "eight 6-bit scales and mins: 4 + 4 bytes (six bits, top bits of 4..7), 4 bytes"
-        ),
+        Field("scales", 4, 12, "eight 6-bit scales and mins: 4 + 4 bytes (six bits, top bits of 4..7), 4 bytes"),
         Field("qs", 16, 128, "4-bit values: group g of 64 weights in 32 bytes, low halves first"),
     )
 
@@ -145,9 +141,7 @@ class Q5_K(QuantType):
     FIELDS = (
         Field("d", 0, 2, "f16 scale of the scales"),
         Field("dmin", 2, 2, "f16 scale of the mins"),
-        Field(
-            "scales", 4, 12, "eight 6-bit scales and mins: 4 + 4 bytes (six bits, top bits of 4..7), 4 bytes"
-        ),
+        Field("scales", 4, 12, "eight 6-bit scales and mins: 4 + 4 bytes (six bits, top bits of 4..7), 4 bytes"),
         Field("qh", 16, 32, "fifth bits: bit k of byte j belongs to weight 32k+j"),
         Field("qs", 48, 128, "low 4 bits: group g of 64 weights in 32 bytes, low halves first"),
     )
@@ -176,9 +170,7 @@ class Q6_K(QuantType):
     block_bytes = 210
     FIELDS = (
         Field("ql", 0, 128, "low 4 bits: half h of 128 weights in 64 bytes, low halves first"),
-        Field(
-            "qh", 128, 64, "top 2 bits: half h of 128 weights in 32 bytes, bits 2k of byte j: weight 32k+j"
-        ),
+        Field("qh", 128, 64, "top 2 bits: half h of 128 weights in 32 bytes, bits 2k of byte j: weight 32k+j"),
         Field("scales", 192, 16, "signed 8-bit scale per 16 weights"),
         Field("d", 208, 2, "f16 scale of the scales"),
     )
@@ -187,7 +179,7 @@ class Q6_K(QuantType):
         scales = blocks[:, 192:208].view(torch.int8).float().mul_(f16_scales(blocks, 208))
         packed = words(blocks, 0, 192, torch.int64)  # [n, 24]
         ql = packed[:, :16].view(-1, 2, 2, 4)  # [n, half, 2, 4]
-        qh = packed[:, 16:].view(-1, 2, 4)  # [n, half, 4]
+        qh = packed[:, 16:].contiguous().view(-1, 2, 4)  # [n, half, 4]
         q = torch.empty((blocks.shape[0], 2, 4, 4), dtype=torch.int64, device=blocks.device)
         q[:, :, :2] = ql
         torch.bitwise_right_shift(ql, 4, out=q[:, :, 2:])

@@ -28,11 +28,11 @@ def _nibbles(qs: Tensor) -> Tensor:
 
 
 def _fifth_bits(qh: Tensor) -> Tensor:
-    """32 bits, u8 [n, 4] -> 0x10 in byte j where bit j is set, int64 [n, 4].
+    """32 bits in words of any width, [n, k] -> 0x10 in byte j where bit j is set, int64 [n, 4].
 
     Each byte is copied eight times, bit i kept in copy i, carried to the top bit by an addition.
     """
-    spread = qh.to(torch.int64).mul_(_ONES).bitwise_and_(_DIAGONAL).add_(_SEVENS)
+    spread = qh.contiguous().view(torch.uint8).to(torch.int64).mul_(_ONES).bitwise_and_(_DIAGONAL).add_(_SEVENS)
     return spread.bitwise_right_shift_(3).bitwise_and_(_BIT4)
 
 
@@ -83,7 +83,7 @@ class Q5_0(QuantType):
     )
 
     def decode(self, blocks: Tensor) -> Tensor:
-        q = _nibbles(words(blocks, 6, 16, torch.int64)).bitwise_or_(_fifth_bits(blocks[:, 2:6]))
+        q = _nibbles(words(blocks, 6, 16, torch.int64)).bitwise_or_(_fifth_bits(words(blocks, 2, 4, torch.int16)))
         return q.view(torch.int8).sub_(16).float().mul_(f16_scales(blocks, 0))
 
 
@@ -101,7 +101,7 @@ class Q5_1(QuantType):
     )
 
     def decode(self, blocks: Tensor) -> Tensor:
-        q = _nibbles(words(blocks, 8, 16, torch.int64)).bitwise_or_(_fifth_bits(blocks[:, 4:8]))
+        q = _nibbles(words(blocks, 8, 16, torch.int64)).bitwise_or_(_fifth_bits(words(blocks, 4, 4, torch.int32)))
         scales = f16_scales(blocks, 0, 2)
         return q.view(torch.int8).float().mul_(scales[:, :1]).add_(scales[:, 1:])
 

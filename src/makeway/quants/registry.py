@@ -61,8 +61,7 @@ def quant_type(ggml_type: GGMLType, *, tensor: str) -> QuantType:
     except KeyError:
         known = ", ".join(sorted(q.ggml.name for q in _ALL))
         raise UserError(
-            f"tensor {tensor!r} has type {ggml_type.name}, which is not supported; "
-            f"convert the file to one of {known}"
+            f"tensor {tensor!r} has type {ggml_type.name}, which is not supported; convert the file to one of {known}"
         ) from None
 
 
@@ -77,8 +76,6 @@ def decode_rows(raw: Tensor, ggml_type: GGMLType) -> Tensor:
         raise ValueError(f"rows must be uint8, not {raw.dtype}")
     n_blocks, rest = divmod(raw.shape[-1], quant.block_bytes)
     if rest:
-        raise ValueError(
-            f"{raw.shape[-1]} bytes are no multiple of the {ggml_type.name} block {quant.block_bytes}"
-        )
+        raise ValueError(f"{raw.shape[-1]} bytes are no multiple of the {ggml_type.name} block {quant.block_bytes}")
     weights = quant.decode(raw.reshape(-1, quant.block_bytes))
     return weights.reshape(*raw.shape[:-1], n_blocks * quant.block_elements)

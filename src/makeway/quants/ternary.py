@@ -14,7 +14,7 @@ from makeway.quants.base import Field, QuantType, f16_scales
 
 
 def _digits(packed: Tensor, count: int) -> Tensor:
-    """The first `count` base-3 digits of each byte, minus 1: u8 [n, k] -> int8 [n, count k], first digits first."""
+    """The first `count` base-3 digits of each byte, minus 1: u8 [n, k] -> int8 [n, count k]."""
     powers = torch.tensor([3**i for i in range(count)], dtype=torch.uint8, device=packed.device)
     fraction = packed.unsqueeze(1) * powers[:, None]  # wraps
     # 3 * fraction // 256 is 1 from 86 on and 2 from 171 on
@@ -28,9 +28,7 @@ class TQ1_0(QuantType):
     block_elements = 256
     block_bytes = 54
     FIELDS = (
-        Field(
-            "qs", 0, 48, "five digits a byte: digit i of byte j < 32 is weight 32i+j, of byte 32+j 160+16i+j"
-        ),
+        Field("qs", 0, 48, "five digits a byte: digit i of byte j < 32 is weight 32i+j, of byte 32+j 160+16i+j"),
         Field("qh", 48, 4, "four digits a byte: digit i of byte j is weight 240+4i+j"),
         Field("d", 52, 2, "f16 scale"),
     )
@@ -47,9 +45,7 @@ class TQ2_0(QuantType):
     block_elements = 256
     block_bytes = 66
     FIELDS = (
-        Field(
-            "qs", 0, 64, "2-bit values: half h of 128 weights in 32 bytes, bits 2k of byte j: weight 32k+j"
-        ),
+        Field("qs", 0, 64, "2-bit values: half h of 128 weights in 32 bytes, bits 2k of byte j: weight 32k+j"),
         Field("d", 64, 2, "f16 scale"),
     )
 

@@ -1,0 +1,90 @@
+"""Every setting of an engine and its default; command-line flags are derived from here.
+
+Owns the defaults. Never reads files or the environment. Hazard: a default written anywhere else is a bug.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from makeway.errors import UserError
+
+DeviceName = Literal["auto", "cpu", "cuda"]
+
+
+def _check(ok: bool, what: str, do: str) -> None:
+    if not ok:
+        raise UserError(f"{what}; {do}")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine is set up. `None` means: chosen by makeway and shown in the status document.
+
+    device: "auto" takes CUDA where there is one. context: tokens a sequence may hold, prompt and answer together
+    (None: the model's own, at most 8192). parallel: sequences at once. chunk: prompt tokens that go through a layer
+    together.
+    """
+
+    device: DeviceName = "auto"
+    context: int | None = None
+    parallel: int = 4
+    chunk: int = 512
+
+    def __post_init__(self) -> None:
+        _check(self.device in ("auto", "cpu", "cuda"), f"--device {self.device}", "use auto, cpu or cuda")
+        _check(self.context is None or self.context >= 1, f"--context {self.context}", "use at least 1 token")
+        _check(self.parallel >= 1, f"--parallel {self.parallel}", "use at least 1 sequence")
+        _check(self.chunk >= 1, f"--chunk {self.chunk}", "use at least 1 token")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen; the defaults are greedy.
+
+    temperature 0: greedy. top_k 0, top_p 1, min_p 0, typical_p 1: off. repetition_penalty divides (positive) or
+    multiplies (negative) the logits of tokens seen in prompt or answer; presence and frequency penalties are subtracted
+    for tokens of the answer (OpenAI's meaning). logit_bias is added by token id. seed None: a fresh one.
+    logprobs: log-probabilities of that many best tokens with each token (None: none at all).
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "typical_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        ):
+            value = getattr(self, name)
+            _check(math.isfinite(value), f"{name} is {value}", "use a finite number")
+        for token, bias in self.logit_bias.items():
+            _check(not math.isnan(bias), f"logit_bias of token {token} is NaN", "use a number")
+        n = self.max_tokens
+        _check(n is None or n >= 1, f"max_tokens is {n}", "use at least 1, or leave it out for no limit")
+        _check(self.temperature >= 0, f"temperature is {self.temperature}", "use 0 (greedy) or more")
+        _check(self.top_k >= 0, f"top_k is {self.top_k}", "use 0 (off) or more")
+        _check(0 < self.top_p <= 1, f"top_p is {self.top_p}", "use a number above 0 and at most 1")
+        _check(0 <= self.min_p <= 1, f"min_p is {self.min_p}", "use a number from 0 to 1")
+        _check(0 < self.typical_p <= 1, f"typical_p is {self.typical_p}", "use a number above 0 and at most 1")
+        _check(self.repetition_penalty > 0, f"repetition_penalty is {self.repetition_penalty}", "use more than 0")
+        _check(all(self.stop), "a stop string is empty", "leave it out")
+        _check(self.logprobs is None or 0 <= self.logprobs <= 20, f"logprobs is {self.logprobs}", "use 0 to 20")
+        _check(self.seed is None or 0 <= self.seed < 2**64, f"seed is {self.seed}", "use 0 to 2^64 - 1")

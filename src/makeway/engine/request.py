@@ -1,0 +1,90 @@
+"""A request and its life as plain data: no torch, no device.
+
+Owns what the scheduler and the caller need to know of a request. Never holds tensors.
+Hazard: `tokens` holds prompt and answer; `n_prompt` is where the answer starts.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from makeway.config import SamplingParams
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probability of the chosen token and of the best ones, before temperature and filters."""
+
+    chosen: float
+    best: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Counts and seconds of one request; `prompt_s` from the first prompt token computed to the first token out."""
+
+    n_prompt: int
+    n_answer: int
+    prompt_s: float
+    answer_s: float
+
+    @property
+    def prompt_tokens_per_s(self) -> float:
+        return self.n_prompt / self.prompt_s if self.prompt_s > 0 else 0.0
+
+    @property
+    def answer_tokens_per_s(self) -> float:
+        """Rate of the tokens after the first, which belongs to the prompt's time."""
+        return (self.n_answer - 1) / self.answer_s if self.answer_s > 0 and self.n_answer > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to a request.
+
+    kind "progress": `n_done` of `n_prompt` prompt tokens are read. kind "token": `token` was chosen and `text` became
+    certain (possibly empty). kind "finish": `reason`, the last `text`, and `timings`.
+    """
+
+    request_id: int
+    kind: Literal["progress", "token", "finish"]
+    text: str = ""
+    token: int | None = None
+    logprobs: TokenLogprobs | None = None
+    reason: FinishReason | None = None
+    stop_string: str | None = None
+    timings: Timings | None = None
+    n_done: int = 0
+    n_prompt: int = 0
+
+
+@dataclass
+class Request:
+    """One prompt and its answer so far."""
+
+    id: int
+    tokens: list[int]
+    n_prompt: int
+    sampling: SamplingParams
+    seed: int
+    max_tokens: int
+    n_read: int = 0
+    started_s: float = 0.0
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
+    cancelled: bool = False
+    finished: bool = False
+    counts: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def answer(self) -> list[int]:
+        return self.tokens[self.n_prompt :]
+
+    @property
+    def n_answer(self) -> int:
+        return len(self.tokens) - self.n_prompt
+
+    def timings(self) -> Timings:
+        prompt_s = max(0.0, self.first_token_s - self.started_s)
+        return Timings(self.n_prompt, self.n_answer, prompt_s, max(0.0, self.last_token_s - self.first_token_s))

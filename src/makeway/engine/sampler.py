@@ -1,0 +1,96 @@
+"""From logits to a token: penalties, filters, and a draw that depends on nothing but (seed, position).
+
+Owns no state. Never uses a running random generator: the draw at a position is the same whatever was drawn before,
+which is what lets speculation keep the text. Hazard: ties go to the lower token id everywhere.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from makeway.config import SamplingParams
+from makeway.engine.request import TokenLogprobs
+
+Floats = NDArray[np.float64]
+
+
+def uniform(seed: int, position: int) -> float:
+    """The random number in [0, 1) of a position: Philox keyed by the seed, counted by the position."""
+    bits = np.random.Philox(key=seed, counter=position).random_raw()
+    return float(int(bits) >> 11) * 2.0**-53
+
+
+def adjusted(
+    logits: NDArray[np.float32], params: SamplingParams, *, seen: Sequence[int], counts: Mapping[int, int]
+) -> Floats:
+    """Logits [vocab] after penalties and bias, float64. `seen`: prompt and answer; `counts`: tokens of the answer."""
+    out = logits.astype(np.float64)
+    if params.repetition_penalty != 1.0 and seen:
+        ids = np.unique(np.asarray(seen))
+        values = out[ids]
+        penalty = params.repetition_penalty
+        out[ids] = np.where(values > 0, values / penalty, values * penalty)
+    if counts and (params.presence_penalty or params.frequency_penalty):
+        ids = np.fromiter(counts.keys(), dtype=np.int64)
+        n = np.fromiter(counts.values(), dtype=np.float64)
+        out[ids] -= params.presence_penalty + params.frequency_penalty * n
+    for token, bias in params.logit_bias.items():
+        out[token] += bias
+    return out
+
+
+def probabilities(logits: Floats, params: SamplingParams) -> tuple[NDArray[np.int64], Floats]:
+    """Token ids that may be drawn, best first, and their probabilities; temperature must be above 0.
+
+    Filters in llama.cpp's order: top-k, typical, top-p, min-p, then temperature over what is left.
+    """
+    order = np.argsort(-logits, kind="stable")
+    if params.top_k:
+        order = order[: params.top_k]
+    p = _softmax(logits[order])
+    if params.typical_p < 1.0:
+        surprise = -np.log(np.maximum(p, 1e-300))
+        distance = np.abs(surprise - float((p * surprise).sum()))
+        by_distance = np.argsort(distance, kind="stable")
+        n = int(np.searchsorted(np.cumsum(p[by_distance]), params.typical_p)) + 1
+        keep = np.sort(by_distance[:n])
+        order, p = order[keep], p[keep] / p[keep].sum()
+    if params.top_p < 1.0:
+        n = int(np.searchsorted(np.cumsum(p), params.top_p)) + 1
+        order, p = order[:n], p[:n]
+    if params.min_p > 0.0:
+        keep = p >= params.min_p * p[0]
+        order = order[keep]
+    return order, _softmax(logits[order] / params.temperature)
+
+
+def choose(
+    logits: NDArray[np.float32],
+    params: SamplingParams,
+    *,
+    seed: int,
+    position: int,
+    seen: Sequence[int],
+    counts: Mapping[int, int],
+) -> int:
+    """The token at `position` (its absolute place in the sequence); logits f32 [vocab]."""
+    values = adjusted(logits, params, seen=seen, counts=counts)
+    if params.temperature == 0.0:
+        return int(np.argmax(values))
+    ids, p = probabilities(values, params)
+    index = int(np.searchsorted(np.cumsum(p), uniform(seed, position), side="right"))
+    return int(ids[min(index, len(ids) - 1)])
+
+
+def logprobs(logits: NDArray[np.float32], token: int, *, n_best: int) -> TokenLogprobs:
+    """Log-probabilities of the model itself (no penalties, temperature 1)."""
+    values = logits.astype(np.float64)
+    values = values - (np.log(np.exp(values - values.max()).sum()) + values.max())
+    best = np.argsort(-values, kind="stable")[:n_best]
+    return TokenLogprobs(float(values[token]), tuple((int(i), float(values[i])) for i in best))
+
+
+def _softmax(logits: Floats) -> Floats:
+    p = np.exp(logits - logits.max())
+    return np.asarray(p / p.sum())

@@ -1,0 +1,54 @@
+"""Rates of a machine: how fast bytes cross the link, are read on the device, and products are made.
+
+Owns `Rates` and documented defaults per class of machine; never measures (the device does, and passes
+measured rates). Hazard: rates move only time, never bits: no result may depend on them.
+"""
+
+from dataclasses import dataclass
+
+from makeway.errors import UserError
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes and FLOPs per second that a prediction divides by.
+
+    `link_bytes_per_s`: large pinned copies host -> device. `fetch_bytes_per_s`: misses fetched inside a
+    step. `hbm_bytes_per_s`: reading device memory in decode kernels. `flops_per_s`: matrix products as
+    reached in a sweep (not the data sheet). `host_read_bytes_per_s`: all cores reading RAM.
+    `layer_overhead_s`: launches and waits per layer of a sweep; `step_overhead_s`: per decode step.
+    """
+
+    link_bytes_per_s: int
+    fetch_bytes_per_s: int
+    hbm_bytes_per_s: int
+    flops_per_s: int
+    host_read_bytes_per_s: int
+    layer_overhead_s: float = 0.0005
+    step_overhead_s: float = 0.001
+
+    def __post_init__(self) -> None:
+        """Refuse rates that would divide by zero. Raises UserError."""
+        for name, value in vars(self).items():
+            if value < 0 or (value == 0 and name.endswith("per_s")):
+                raise UserError(f"rate {name} is {value}; it must be positive")
+
+
+RATES: dict[str, Rates] = {
+    # measured: pinned copies 55 GB/s, fetch kernel 36-47; products at half of 790 TFLOP/s; 3.1 TB/s of 4.8
+    "h200": Rates(55 * 10**9, 43 * 10**9, 3_100 * 10**9, 400 * 10**12, 80 * 10**9),
+    # PCIe 4 x16 about 25 GB/s; 936 GB/s data sheet at 75 %; 71 TFLOP/s bf16 dense at 60 %
+    "rtx3090": Rates(25 * 10**9, 20 * 10**9, 700 * 10**9, 42 * 10**12, 50 * 10**9),
+    # the same card on PCIe 3 x16
+    "rtx3090-pcie3": Rates(12 * 10**9, 10 * 10**9, 700 * 10**9, 42 * 10**12, 50 * 10**9),
+    # PCIe 4 x16; 1008 GB/s; 165 TFLOP/s bf16 at 60 %
+    "rtx4090": Rates(25 * 10**9, 20 * 10**9, 750 * 10**9, 100 * 10**12, 50 * 10**9),
+    # PCIe 5 x16; 1792 GB/s; 209 TFLOP/s bf16 at 60 %
+    "rtx5090": Rates(53 * 10**9, 42 * 10**9, 1_340 * 10**9, 125 * 10**12, 60 * 10**9),
+    # no GPU: the link is a copy in RAM, products run on a few cores
+    "cpu": Rates(10 * 10**9, 10 * 10**9, 20 * 10**9, 10**11, 20 * 10**9),
+}
+"""Defaults by class of machine; what is not measured comes from data sheets with the stated share."""
+
+DEFAULT_RATES = RATES["rtx3090"]
+"""Used when nothing is known: the slowest card the project is written for, so predictions err to slow."""
