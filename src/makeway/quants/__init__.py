@@ -5,6 +5,7 @@ Hazard: decode is the specification that kernels are tested against: its bits mu
 """
 
 from makeway.quants.base import Field, QuantType
+from makeway.quants.encode import ENCODERS, encode_rows
 from makeway.quants.registry import QUANT_TYPES, decode_rows, quant_type
 
-__all__ = ["QUANT_TYPES", "Field", "QuantType", "decode_rows", "quant_type"]
+__all__ = ["ENCODERS", "QUANT_TYPES", "Field", "QuantType", "decode_rows", "encode_rows", "quant_type"]
