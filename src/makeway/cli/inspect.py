@@ -64,8 +64,8 @@ def summary(file: GGUFFile) -> dict[str, Any]:
     """Everything the command prints, as plain data."""
     architecture = file.get_str("general.architecture", default="(none)")
     keys = {k: v for k, v in file.metadata.items() if k.startswith(f"{architecture}.")}
-    n_blocks, n_draft = (keys.get(f"{architecture}.{k}", 0) for k in ("block_count", "nextn_predict_layers"))
-    first_draft = int(n_blocks) - int(n_draft) if n_blocks else 1 << 31
+    n_blocks = file.get_int(f"{architecture}.block_count", default=1 << 31)
+    first_draft = n_blocks - file.get_int(f"{architecture}.nextn_predict_layers", default=0)
     n_bytes: Counter[str] = Counter()
     types: dict[str, Counter[str]] = {}
     for tensor in file.tensors.values():
