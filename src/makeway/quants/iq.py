@@ -46,7 +46,7 @@ def _shifted(grid: Tensor, delta: Tensor, scales: Tensor) -> Tensor:
     """
     n, groups = scales.shape
     eighths = (1 - 2 * delta).to(torch.int8).unsqueeze(-1)
-    q = grid.view(torch.int8).view(n, delta.shape[1], -1).mul_(8).add_(eighths)
+    q = grid.view(torch.int8).view(n, delta.shape[1], 256 // delta.shape[1]).mul_(8).add_(eighths)
     w = q.float().mul_(0.125).view(n, groups, 256 // groups)
     return w.mul_(scales.unsqueeze(-1)).view(n, 256)
 
