@@ -50,6 +50,8 @@ class Cursor:
         """
         left = self._end - self.pos
         if count * item_bytes > left:
+            if count * item_bytes <= self.size - self.pos:
+                raise self._past_end(what)
             raise fault(
                 self.path,
                 f"{what} claims {count} entries of at least {item_bytes} bytes, but only {left} bytes follow",

@@ -5,6 +5,7 @@ Hazard: tensor sizes are derived from dims in an untrusted file, so a tensor exi
 shown to lie inside the file, aligned, and apart from every other tensor.
 """
 
+import itertools
 import math
 import mmap
 from dataclasses import dataclass
@@ -231,7 +232,7 @@ def _check_layout(cursor: Cursor, entries: dict[str, _Entry], *, alignment: int,
                 at=e.at,
             )
     by_offset = sorted(entries.items(), key=lambda item: item[1].offset)
-    for (name, e), (next_name, n) in zip(by_offset, by_offset[1:], strict=False):
+    for (name, e), (next_name, n) in itertools.pairwise(by_offset):
         if e.offset + e.n_bytes > n.offset:
             raise fault(
                 cursor.path,

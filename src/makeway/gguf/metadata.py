@@ -122,14 +122,19 @@ class Metadata(Mapping[str, Value]):
             return self._default(key, default, f"an array of {wanted}")
         value = self._values[key]
         wanted = f"an array of {wanted}" if length is None else f"an array of {length} {wanted}"
-        if not isinstance(value, np.ndarray | list):
-            if length is None:
-                raise self._wrong(key, wanted)
-            value = [value] * length  # type: ignore[assignment]
-        if length is not None and len(value) != length:
+        entries: list[Any]
+        if isinstance(value, np.ndarray):
+            entries = value.tolist()
+        elif isinstance(value, list):
+            entries = value
+        elif length is not None:
+            entries = [value] * length
+        else:
+            raise self._wrong(key, wanted)
+        if length is not None and len(entries) != length:
             raise self._wrong(key, wanted)
         try:
-            return tuple([convert(v) for v in (value.tolist() if isinstance(value, np.ndarray) else value)])
+            return tuple([convert(v) for v in entries])
         except TypeError:
             raise self._wrong(key, wanted) from None
 

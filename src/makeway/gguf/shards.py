@@ -5,6 +5,7 @@ Hazard: a mapped file must not be shortened while it is open: the system ends a 
 byte the file no longer has (SIGBUS), and no Python code can catch that.
 """
 
+import contextlib
 import mmap
 import os
 import re
@@ -112,10 +113,8 @@ def _map(path: Path) -> mmap.mmap:
 
 
 def _unmap(buffer: mmap.mmap) -> None:
-    try:
+    with contextlib.suppress(BufferError):  # an array still looks into it; the mapping ends with the last one
         buffer.close()
-    except BufferError:
-        pass  # an array still looks into the mapping; it ends with the last of them
 
 
 def _set_paths(given: Shard) -> list[Path]:
