@@ -3,11 +3,12 @@
 Owns exit codes and how errors look. Never computes. Hazard: only answers go to stdout, so that pipes work.
 """
 
+import functools
 import os
 import sys
+from collections.abc import Callable
 
 import typer
-from typer.main import get_command
 
 from makeway.cli.inspect import inspect_command
 from makeway.cli.run import run_command
@@ -20,8 +21,33 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("run")(run_command)
-app.command("inspect")(inspect_command)
+
+
+def guarded(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose failures end as a person expects: errors of the input in one line and exit code 2, Ctrl-C with
+    130, a reader that left (`| head`) with 0."""
+
+    @functools.wraps(command)
+    def run(*args: object, **kwargs: object) -> None:
+        try:
+            command(*args, **kwargs)
+            sys.stdout.flush()
+        except MakewayError as error:
+            print(f"makeway: {error}", file=sys.stderr)
+            sys.exit(2)
+        except KeyboardInterrupt:
+            print("\nmakeway: interrupted", file=sys.stderr)
+            sys.exit(130)
+        except BrokenPipeError:
+            # What is still buffered must go nowhere, or Python complains at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(0)
+
+    return run
+
+
+app.command("run")(guarded(run_command))
+app.command("inspect")(guarded(inspect_command))
 
 
 @app.callback()
@@ -30,16 +56,5 @@ def _root() -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point. Exit codes: 0 done, 2 an error of the input (one line on stderr), 130 interrupted."""
-    try:
-        get_command(app).main(args=arguments, prog_name="makeway", standalone_mode=True)
-    except MakewayError as error:
-        print(f"makeway: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("\nmakeway: interrupted", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:
-        # The reader of our stdout is gone (`| head`); send what is still buffered nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+    """Entry point. Exit codes: 0 done, 2 an error of the input, 130 interrupted."""
+    app(args=arguments, prog_name="makeway")

@@ -144,4 +144,5 @@ def _answer(engine: Engine, prompt: str, sampling: SamplingParams, *, console: C
         f"device {engine.device}, kernels {engine.status()['kernels']}",
         highlight=False,
         style="dim",
+        soft_wrap=True,
     )

@@ -1,1 +1,1 @@
-
+"""Routed experts: where their bytes are, and how they are run."""

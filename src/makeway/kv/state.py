@@ -75,8 +75,8 @@ class RecurrentState:
 
     def snapshot(self) -> "RecurrentState":
         """A deep copy that later tokens do not touch."""
-        copies = [{layer: t.clone() for layer, t in group.items()} for group in self._groups()]
-        return RecurrentState(*copies, window=self.window)
+        delta, conv, ple_conv, raw = ({i: t.clone() for i, t in g.items()} for g in self._groups())
+        return RecurrentState(delta=delta, conv=conv, ple_conv=ple_conv, raw=raw, window=self.window)
 
     def restore(self, snapshot: "RecurrentState") -> None:
         """Back to `snapshot`, which stays usable."""

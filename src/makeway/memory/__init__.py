@@ -1,1 +1,1 @@
-
+"""Memory of a device: the plan, in integers."""

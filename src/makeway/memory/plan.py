@@ -6,7 +6,7 @@ Hazard: the plan must hold for every prompt length from 1 to the context; whoeve
 changes `sizes.py` and runs the property tests.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -392,3 +392,16 @@ def _smaller(facts: PlanFacts, request: PlanRequest) -> tuple[str, ...]:
         if tokens:
             found.append(f"--sweep-tokens {tokens}")
     return tuple(found)
+
+
+def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
+    """Largest n in low..high that fits, where smaller always fits when larger does; None when none does."""
+    if high < low or not fits(low):
+        return None
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low

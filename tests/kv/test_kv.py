@@ -1,0 +1,84 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from makeway.errors import UserError
+from makeway.kv import BLOCK_TOKENS, BlockPool, BlockTable
+from tests.conftest import golden_path
+from tests.models.runner import Runner
+
+
+@settings(max_examples=100, deadline=None)
+@given(actions=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 300)), max_size=30))
+def test_blocks_are_never_shared_or_lost(actions):
+    pool = BlockPool(8)
+    tables = [BlockTable(pool) for _ in range(3)]
+    for which, n_tokens in actions:
+        table, before = tables[which], list(tables[which].blocks)
+        wanted = -(-n_tokens // BLOCK_TOKENS)
+        if wanted >= len(before):
+            if wanted - len(before) <= pool.n_free:
+                table.reserve(n_tokens)
+                assert table.blocks[: len(before)] == before
+            else:
+                with pytest.raises(UserError, match="KV cache is full"):
+                    table.reserve(n_tokens)
+                assert table.blocks == before
+        else:
+            table.shrink(n_tokens)
+            assert table.blocks == before[:wanted]
+        used = [b for t in tables for b in t.blocks]
+        assert len(set(used)) == len(used)
+        assert len(used) + pool.n_free == pool.n_blocks
+
+
+def golden(name, file):
+    return Runner(golden_path(file)), [int(t) for t in np.load(golden_path(f"{name}.npz"))["tokens"]]
+
+
+def test_truncate_of_a_dense_model_gives_the_same_bits():
+    runner, tokens = golden("qwen3moe-base", "qwen3moe-base-bf16.gguf")
+    whole = runner.logits(tokens)
+    sequence = runner.sequence()
+    runner.residual(sequence, tokens[:70])
+    runner.residual(sequence, [5, 6, 7, 8, 9])
+    sequence.truncate(66)
+    rest = runner.model.head(runner.residual(sequence, tokens[66:]))
+    assert torch.equal(rest, whole[66:])
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("qwen3next-base", "qwen3next-base-bf16.gguf"),
+        ("qwen35moe-base", "qwen35moe-base-bf16.gguf"),
+        ("qwen4exp-k96", "qwen4exp-k96-UD-Q4_K_XL.gguf"),
+    ],
+)
+def test_snapshot_and_restore_of_a_hybrid_model_give_the_same_bits(name, file):
+    runner, tokens = golden(name, file)
+    whole = runner.logits(tokens)
+    sequence = runner.sequence()
+    runner.residual(sequence, tokens[:43])
+    point = sequence.snapshot()
+    assert point.nbytes == sequence.nbytes > 0
+    for detour in ([1, 2, 3], [9] * 30):
+        runner.residual(sequence, detour)
+        sequence.restore(point)
+        assert sequence.length == 43
+    assert torch.equal(runner.model.head(runner.residual(sequence, tokens[43:])), whole[43:])
+    with pytest.raises(AssertionError, match="restore a snapshot"):
+        sequence.truncate(10)
+
+
+def test_nbytes_counts_what_is_allocated():
+    runner, _ = golden("qwen4exp-k96", "qwen4exp-k96-UD-Q4_K_XL.gguf")
+    per_block = sum(
+        s.bytes_per_token() * BLOCK_TOKENS + s.index_bytes_per_block() for s in runner.facts.kv_shapes.values()
+    )
+    assert runner.cache.nbytes == 32 * per_block
+    sequence = runner.sequence()
+    states = sum(s.nbytes for s in runner.facts.state_shapes.values())
+    assert sequence.nbytes >= states

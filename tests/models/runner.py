@@ -1,0 +1,68 @@
+"""Runs a model by hand, without an engine, and records what the oracles recorded."""
+
+import numpy as np
+import torch
+
+from makeway.experts.executors import DirectExperts
+from makeway.gguf import open_gguf
+from makeway.kernels import REFERENCE
+from makeway.kv import RAW_RING, Batch, KVCache, RecurrentState, SequenceState
+from makeway.models import load_model
+from makeway.models.base import run_layer, run_trunk
+
+CPU = torch.device("cpu")
+
+
+class RecordingExperts(DirectExperts):
+    """Direct experts that keep the routed ids by layer."""
+
+    def __init__(self, store, ops):
+        super().__init__(store, ops)
+        self.ids = {}
+
+    def __call__(self, layer, moe):
+        self.ids.setdefault(layer, []).append(moe.ids.numpy())
+        super().__call__(layer, moe)
+
+
+class Runner:
+    """One open model, its cache, and sequences on it."""
+
+    def __init__(self, path, n_blocks=32, ops=REFERENCE):
+        self.file = open_gguf(path)
+        self.model = load_model(self.file, ops, device=CPU)
+        self.facts = self.model.facts
+        self.cache = KVCache(self.facts.kv_shapes, n_blocks, device=CPU)
+        self.experts = RecordingExperts(self.model.store, ops)
+
+    def sequence(self):
+        raw = {i: (RAW_RING, s.index_dim) for i, s in self.facts.kv_shapes.items() if s.index_dim}
+        shapes = self.facts.state_shapes
+        state = RecurrentState.empty(shapes, ple=self.facts.ple_tails, raw=raw, device=CPU)
+        return SequenceState(self.cache, state)
+
+    def residual(self, sequence, tokens):
+        sequence.reserve(len(tokens))
+        return run_trunk(self.model, self.experts, Batch.of([(sequence, list(tokens))], device=CPU))
+
+    def logits(self, tokens, chunk=None):
+        """Logits [n, vocab] of a fresh sequence read in chunks."""
+        sequence, out = self.sequence(), []
+        chunk = chunk or len(tokens)
+        for i in range(0, len(tokens), chunk):
+            out.append(self.model.head(self.residual(sequence, tokens[i : i + chunk])))
+        sequence.close()
+        return torch.cat(out)
+
+    def routed(self, layer):
+        return np.concatenate(self.experts.ids[layer])
+
+    def draft(self, sequence, tokens, state):
+        """The MTP block over tokens at the sequence's positions; returns (logits, next state)."""
+        layer = self.facts.n_layers
+        sequence.reserve(len(tokens))
+        batch = Batch.of([(sequence, list(tokens))], device=CPU)
+        h = self.model.draft_input(batch, state)
+        h = run_layer(self.model, self.experts, layer, h=h, batch=batch)
+        sequence.advance(len(tokens))
+        return self.model.draft_head(h), self.model.draft_state(h)
