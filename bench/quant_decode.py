@@ -35,9 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--types", default=DEFAULT_TYPES, help="comma-separated, or 'all'")
     parser.add_argument("--threads", default="1,2")
-    parser.add_argument(
-        "--elements", type=int, default=640 * ROW, help="weights a decode; default one matrix"
-    )
+    parser.add_argument("--elements", type=int, default=640 * ROW, help="weights a decode; default one matrix")
     parser.add_argument("--repeats", type=int, default=15)
     args = parser.parse_args()
 
