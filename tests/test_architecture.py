@@ -1,6 +1,7 @@
 """The house rules that a program can check."""
 
 import ast
+
 import pytest
 
 from tests.conftest import ROOT

@@ -47,10 +47,10 @@ class Runner:
 
     def logits(self, tokens, chunk=None):
         """Logits [n, vocab] of a fresh sequence read in chunks."""
-        sequence, out = self.sequence(), []
+        sequence = self.sequence()
         chunk = chunk or len(tokens)
-        for i in range(0, len(tokens), chunk):
-            out.append(self.model.head(self.residual(sequence, tokens[i : i + chunk])))
+        pieces = [tokens[i : i + chunk] for i in range(0, len(tokens), chunk)]
+        out = [self.model.head(self.residual(sequence, piece)) for piece in pieces]
         sequence.close()
         return torch.cat(out)
 
