@@ -21,9 +21,7 @@ def out_of_date() -> list[str]:
         made_by = ROOT / "scripts" / script
         if not made_by.exists():
             continue
-        text = subprocess.run(
-            [sys.executable, made_by], check=True, capture_output=True, text=True, cwd=ROOT
-        ).stdout
+        text = subprocess.run([sys.executable, made_by], check=True, capture_output=True, text=True, cwd=ROOT).stdout
         path = ROOT / document
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             faults.append(f"{document}: out of date; run: python scripts/{script} > {document}")
