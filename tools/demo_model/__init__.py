@@ -1,0 +1,1 @@
+"""How the shipped demo model is made: corpus, tokenizer, training, export, checks. See README.md."""
