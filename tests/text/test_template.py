@@ -25,7 +25,7 @@ def test_the_helpers_of_transformers():
 
 
 def test_a_template_that_raises_gives_its_own_message():
-    with pytest.raises(TemplateError, match="refuses these messages: only users"):
+    with pytest.raises(TemplateError, match="refuses these messages, line 1: only users"):
         render("{{ raise_exception('only users') }}")
 
 

@@ -100,7 +100,7 @@ def test_bad_input_is_named(tokenizer):
     ("change", "message"),
     [
         ({"tokenizer.ggml.model": "llama"}, "byte-level BPE"),
-        ({"tokenizer.ggml.pre": "martian"}, "makeway knows qwen2, qwen35"),
+        ({"tokenizer.ggml.pre": "martian"}, "makeway knows gpt-2, qwen2, qwen35"),
         ({"tokenizer.ggml.tokens": None}, "'tokenizer.ggml.tokens' is missing"),
         ({"tokenizer.ggml.token_type": [1, 1]}, "has 2 entries for"),
         ({"tokenizer.ggml.merges": ["no token"]}, "entry 0"),

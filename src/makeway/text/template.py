@@ -1,10 +1,11 @@
 """Chat templates: jinja2 in a sandbox, with the helpers that transformers offers them.
 
-Owns the environment. Never runs template code outside the sandbox. Hazard: a template is untrusted input of a file.
+Owns what a template can see and call. Never runs template code outside the sandbox, and shows it plain data only.
+Hazard: a template is untrusted input of a file.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -12,9 +13,13 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from makeway.errors import UserError
+from makeway.text.sandbox import BoundedSandbox, Budget, line_of
+
+_FILENAME = "<chat template>"
+# Names under which a message's reasoning is passed; templates read the first, some the second.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class TemplateError(UserError):
@@ -30,9 +35,10 @@ class _Generation(Extension):
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
 
 
 def _raise_exception(message: str) -> None:
@@ -53,26 +59,28 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    helpers: dict[str, Callable[..., Any]] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-    environment.globals.update(helpers)
-    return environment
+class _Environment(BoundedSandbox):
+    """The settings and helpers that transformers gives to templates."""
+
+    def __init__(self) -> None:
+        super().__init__(Budget(), trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        self.filters["tojson"] = self._bounded("tojson", _tojson)
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = _strftime_now
 
 
 class ChatTemplate:
-    """A compiled template; raises TemplateError at once when it does not compile."""
+    """A compiled template; safe to use from several threads."""
 
     def __init__(self, source: str, *, bos_token: str, eos_token: str, name: str) -> None:
+        """`name` is what errors call it (a file). Raises TemplateError at once when it does not compile."""
         self._name = name
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise TemplateError(f"{name}: the chat template does not compile, line {error.lineno}: {error}") from error
+            environment = _Environment()
+            self._code = environment.compile(environment.checked(source), filename=_FILENAME)
+        except Exception as error:
+            raise TemplateError(f"{name}: the chat template does not compile{_where(error)}") from error
 
     def render(
         self,
@@ -84,15 +92,56 @@ class ChatTemplate:
     ) -> str:
         """The prompt of a conversation. `arguments` (enable_thinking, ...) go to the template as they are.
 
-        Raises TemplateError with the template's own message when it refuses the messages or fails.
+        Raises TemplateError with the template's own message and line when it refuses the messages or fails, and
+        when something given to it is not plain (JSON-like) data.
         """
-        variables = {**self._tokens, **arguments, "messages": messages, "tools": tools}
+        environment = _Environment()  # one for each rendering: it holds the budget
         try:
-            return self._template.render(**variables, add_generation_prompt=add_generation_prompt)
+            variables = {
+                "documents": None,
+                **self._tokens,
+                **{key: self._plain(value, key) for key, value in arguments.items()},
+                "messages": self._messages(messages),
+                "tools": self._plain(tools, "tools"),
+                "add_generation_prompt": add_generation_prompt,
+            }
+            template = jinja2.Template.from_code(environment, self._code, environment.make_globals(None))
+            return template.render(variables)
+        except TemplateError:
+            raise
         except _Refused as error:
-            raise TemplateError(f"{self._name}: the chat template refuses these messages: {error}") from error
+            raise TemplateError(f"{self._name}: the chat template refuses these messages{_where(error)}") from error
         except Exception as error:
-            kind = type(error).__name__
-            raise TemplateError(
-                f"{self._name}: the chat template failed on these messages ({kind}): {error}"
-            ) from error
+            raise TemplateError(f"{self._name}: the chat template failed on these messages{_where(error)}") from error
+
+    def _messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Copies, with the reasoning under every name that templates know."""
+        if not all(isinstance(message, Mapping) for message in messages):
+            raise TemplateError(f"{self._name}: messages must be a list of objects with 'role' and 'content'")
+        copies: list[dict[str, Any]] = self._plain(list(messages), "messages")
+        for i, message in enumerate(copies):
+            reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+            if reasoning is not None:
+                copies[i] = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        return copies
+
+    def _plain(self, value: Any, where: str) -> Any:
+        """A copy in plain types, so that a template can neither change the caller's data nor call its methods."""
+        if value is None or type(value) in (str, int, float, bool):
+            return value
+        if isinstance(value, Mapping):
+            return {str(key): self._plain(item, f"{where}.{key}") for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        for kind in (str, int, float):
+            if isinstance(value, kind):
+                return kind(value)
+        raise TemplateError(f"{self._name}: {where} is of type {type(value).__name__}; give plain JSON-like data")
+
+
+def _where(error: Exception) -> str:
+    """The line and the reason, as the end of a message."""
+    line = line_of(error, _FILENAME)
+    kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+    reason = getattr(error, "message", None) or str(error)
+    return (f", line {line}: " if line else ": ") + kind + (reason or "no reason given")
