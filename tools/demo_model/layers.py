@@ -144,7 +144,9 @@ def pooled_keys(w: Weights, x: Tensor, s: Shape) -> Tensor:
 def block_scores(w: Weights, x: Tensor, positions: Tensor, keys: Tensor, s: Shape) -> Tensor:
     """Indexer scores f32 [b, queries, blocks]; incomplete or later blocks are not masked here."""
     b, n, _ = x.shape
-    q = norm(linear(x, w["indexer.q_proj.weight"]).view(b, n, s.index_heads, s.index_dim), w["indexer.q_norm.weight"], s.eps)
+    q = norm(
+        linear(x, w["indexer.q_proj.weight"]).view(b, n, s.index_heads, s.index_dim), w["indexer.q_norm.weight"], s.eps
+    )
     q = rope(q, positions, s)
     total = torch.zeros(b, n, keys.shape[1], device=x.device)
     for i in range(s.index_heads):
