@@ -27,8 +27,8 @@ MAX_SECONDS = 10.0
 # A width of six digits or more, or one taken from the arguments, in a % format and in a {} format.
 _WIDE_PERCENT = re.compile(r"%(\([^)]*\))?[-+ #0]*(\*|\d{6}|\d*\.(\*|\d{6}))")
 _WIDE_BRACES = re.compile(r"\{[^{}]*:[^{}]*(\d{6}|\{)")
-_PADDING = frozenset(("center", "ljust", "rjust", "zfill", "expandtabs", "format", "format_map"))
-_PADDING_FILTERS = frozenset(("batch", "center", "format", "indent", "slice", "tojson", "wordwrap"))
+_PADDING = frozenset(("center", "ljust", "rjust", "zfill", "expandtabs"))
+_PADDING_FILTERS = frozenset(("batch", "center", "indent", "slice", "tojson", "wordwrap"))
 
 
 class Budget:

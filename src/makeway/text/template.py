@@ -133,9 +133,13 @@ class ChatTemplate:
             return {str(key): self._plain(item, f"{where}.{key}") for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self._plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
-        for kind in (str, int, float):
-            if isinstance(value, kind):
-                return kind(value)
+        # Subclasses (enumerations, numpy numbers) are taken back to their base type.
+        if isinstance(value, str):
+            return str.__str__(value)
+        if isinstance(value, int):
+            return int.__int__(value)
+        if isinstance(value, float):
+            return float.__float__(value)
         raise TemplateError(f"{self._name}: {where} is of type {type(value).__name__}; give plain JSON-like data")
 
 
