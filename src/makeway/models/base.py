@@ -4,11 +4,13 @@ Owns the protocol between models and the engine. Never names an architecture. Ha
 one layer; between them the routed experts must have been added to `acc`, for every row exactly once.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from makeway.errors import UserError
 from makeway.experts.executors import Experts
 from makeway.experts.routed import RoutedInput
 from makeway.experts.store import ExpertStore
@@ -134,7 +136,7 @@ class Header:
             return file.get_int(f"{arch}.{key}", default=default)
 
         head_dim = number("attention.key_length")
-        return cls(
+        head = cls(
             file=file,
             arch=arch,
             n_blocks=number("block_count"),
@@ -153,18 +155,59 @@ class Header:
             expert_ff=number("expert_feed_forward_length"),
             shared_ff=number("expert_shared_feed_forward_length", 0),
         )
+        head._check()
+        return head
+
+    def fault(self, key: str, why: str) -> UserError:
+        """The error for a key of this architecture whose value cannot be."""
+        return UserError(
+            f"{self.file.paths[0]}: '{self.arch}.{key}' {why}; the header is damaged or from a faulty converter, "
+            "convert the model again"
+        )
+
+    def _check(self) -> None:
+        """Refuses numbers that no model has; shapes of tensors are checked where they are read."""
+        positive = {
+            "block_count": self.n_blocks,
+            "embedding_length": self.hidden,
+            "context_length": self.context_length,
+            "attention.head_count": self.n_heads,
+            "attention.head_count_kv": self.n_kv_heads,
+            "attention.key_length": self.head_dim,
+            "expert_count": self.n_experts,
+            "expert_used_count": self.top_k,
+            "expert_feed_forward_length": self.expert_ff,
+            "rope.freq_base": self.theta,
+            "attention.layer_norm_rms_epsilon": self.eps,
+        }
+        for key, value in positive.items():
+            if not (0 < value < math.inf):
+                raise self.fault(key, f"is {value}, but must be above 0")
+        if not 0 <= self.n_draft_layers < self.n_blocks:
+            raise self.fault("nextn_predict_layers", f"is {self.n_draft_layers} of {self.n_blocks} blocks")
+        if self.top_k > self.n_experts:
+            raise self.fault("expert_used_count", f"is {self.top_k}, but there are {self.n_experts} experts")
+        if self.n_heads % self.n_kv_heads:
+            raise self.fault("attention.head_count", f"is {self.n_heads}, no multiple of {self.n_kv_heads} KV heads")
+        value_dim = self.file.get_int(f"{self.arch}.attention.value_length", default=self.head_dim)
+        if value_dim != self.head_dim:
+            raise self.fault("attention.value_length", f"is {value_dim}, but keys have {self.head_dim} values")
+        if self.n_rot % 2 or not 0 < self.n_rot <= self.head_dim:
+            raise self.fault("rope.dimension_count", f"is {self.n_rot}; it must be even and at most {self.head_dim}")
 
     def recurrent_layers(self) -> tuple[bool, ...]:
         """By block: is it linear attention? From the list, or from the interval; the MTP block never is."""
-        key = f"{self.arch}.attention.recurrent_layers"
-        if key in self.file.metadata:
-            flags = tuple(self.file.get_bools(key))
-        else:
+        key = "attention.recurrent_layers"
+        if f"{self.arch}.{key}" not in self.file.metadata:
             every = self.file.get_int(f"{self.arch}.full_attention_interval")
+            if every < 1:
+                raise self.fault("full_attention_interval", f"is {every}, but must be above 0")
             flags = tuple((i + 1) % every != 0 for i in range(self.n_layers))
-        flags = flags[: self.n_layers] + (False,) * self.n_draft_layers
-        assert len(flags) == self.n_blocks
-        return flags
+        else:
+            flags = tuple(self.file.get_bools(f"{self.arch}.{key}"))[: self.n_layers]
+            if len(flags) != self.n_layers:
+                raise self.fault(key, f"has {len(flags)} entries for {self.n_layers} layers")
+        return flags + (False,) * self.n_draft_layers
 
 
 def embedding(weight: Weight, batch: Batch) -> Tensor:

@@ -42,12 +42,19 @@ def delta_net_shape(head: Header, *, tiled: bool, sigmoid_gate: bool) -> DeltaNe
     def number(key: str) -> int:
         return head.file.get_int(f"{head.arch}.ssm.{key}")
 
-    n_v = number("time_step_rank")
+    n_k, n_v, k_dim, inner = (number(k) for k in ("group_count", "time_step_rank", "state_size", "inner_size"))
+    for key, value in (("group_count", n_k), ("time_step_rank", n_v), ("state_size", k_dim), ("inner_size", inner)):
+        if value < 1:
+            raise head.fault(f"ssm.{key}", f"is {value}, but must be above 0")
+    if n_v % n_k or inner % n_v:
+        raise head.fault(
+            "ssm.time_step_rank", f"is {n_v}, which does not fit {n_k} K heads and an inner size of {inner}"
+        )
     return DeltaNetShape(
-        n_k_heads=number("group_count"),
+        n_k_heads=n_k,
         n_v_heads=n_v,
-        k_dim=number("state_size"),
-        v_dim=number("inner_size") // n_v,
+        k_dim=k_dim,
+        v_dim=inner // n_v,
         eps=head.eps,
         tiled=tiled,
         sigmoid_gate=sigmoid_gate,

@@ -33,6 +33,8 @@ class Qwen4Exp:
         self._ops, self._head, self._file = ops, head, file
         self._n_streams = file.get_int(f"{head.arch}.hyper_connection.count")
         self._low_rank = file.get_int(f"{head.arch}.hyper_connection.low_rank")
+        if self._n_streams < 1:
+            raise head.fault("hyper_connection.count", f"is {self._n_streams}, but must be above 0")
         recurrent = head.recurrent_layers()
         self._attention_shape = blocks.attention_shape(head, gated=True)
         self._delta_shape = blocks.delta_net_shape(head, tiled=True, sigmoid_gate=True)
@@ -104,6 +106,8 @@ class Qwen4Exp:
             return self._file.get_int(f"{head.arch}.attention.indexer.{name}")
 
         n_heads, dim = number("head_count"), number("key_length")
+        if number("top_k") < ratio or head.n_rot > dim:
+            raise head.fault("attention.indexer.top_k", f"is {number('top_k')} with keys of {dim} in blocks of {ratio}")
         return IndexerWeights(
             q_proj=r.matrix(p + "q_proj.weight", (n_heads * dim, head.hidden)),
             k_proj=r.matrix(p + "k_proj.weight", (dim, head.hidden)),
@@ -128,6 +132,10 @@ class Qwen4Exp:
             file.get_int(f"{head.arch}.embedding_length_per_layer_input"),
             file.get_int(a + "conv_kernel"),
         )
+        if ngram < 2 or per_ngram < 1:
+            raise head.fault(
+                "ple.ngram_size", f"is {ngram} with {per_ngram} heads per n-gram; it needs 2-grams at least"
+            )
         n_heads, width = (ngram - 1) * per_ngram, self._n_streams * head.hidden
         table = r.matrix("per_layer_token_embd.weight", (file.get_tensor("per_layer_token_embd.weight").shape[0], row))
         multipliers, offsets, sizes = (
@@ -143,8 +151,13 @@ class Qwen4Exp:
                 heads_per_ngram=per_ngram,
                 eos=file.get_int(a + "eos_token_id"),
             )
-            if len(hashes.sizes) != n_heads or max(o + s for o, s in zip(offsets, sizes, strict=True)) > table.n_rows:
-                raise UserError(f"{file.paths[0]}: the '{a}' keys do not fit the table of {table.n_rows} rows")
+            if len(hashes.multipliers) != ngram or not len(hashes.offsets) == len(hashes.sizes) == n_heads:
+                raise head.fault(
+                    "ple.layer_multipliers", f"and its relatives do not fit {ngram}-grams of {n_heads} heads"
+                )
+            ends = [o + s for o, s in zip(hashes.offsets, hashes.sizes, strict=True)]
+            if min(hashes.sizes) < 1 or min(hashes.offsets) < 0 or max(ends) > table.n_rows:
+                raise head.fault("ple.head_vocab_sizes", f"and offsets do not fit the table of {table.n_rows} rows")
             weights = PleWeights(
                 table=table,
                 key=r.matrix(p + "key.weight", (width, n_heads * row)),
