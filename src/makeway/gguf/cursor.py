@@ -13,8 +13,10 @@ import struct
 from makeway.errors import UserError
 from makeway.gguf.faults import DAMAGED, TRUNCATED, fault
 
-MAX_HEADER_BYTES = 256 << 20
+MAX_HEADER_BYTES = 128 << 20
 """Most bytes of a header that are read; vocabularies of 250k tokens take about 10 MiB."""
+MAX_STRING_BYTES = 16 << 20
+"""Longest single string; chat templates take some 10 KiB."""
 MAX_ITEMS = 1 << 22
 """Most keys, tensors, strings and nested arrays in one header; a vocabulary of 250k has about 500k."""
 
@@ -48,16 +50,16 @@ class Cursor:
 
         `items`: they become one Python object each, so they count against MAX_ITEMS.
         """
-        left = self._end - self.pos
+        left = self.size - self.pos
         if count * item_bytes > left:
-            if count * item_bytes <= self.size - self.pos:
-                raise self._past_end(what)
             raise fault(
                 self.path,
                 f"{what} claims {count} entries of at least {item_bytes} bytes, but only {left} bytes follow",
                 at=self.pos,
                 do="the file is damaged or cut short: download it again",
             )
+        if self.pos + count * item_bytes > self._end:
+            raise self._past_end(what)
         if items:
             self._n_items += count
             if self._n_items > MAX_ITEMS:
@@ -86,7 +88,7 @@ class Cursor:
         value: int = U64.unpack(self.take(8, what))[0]
         return value
 
-    def string(self, what: str, *, max_bytes: int = MAX_HEADER_BYTES) -> str:
+    def string(self, what: str, *, max_bytes: int = MAX_STRING_BYTES) -> str:
         """The next string (u64 length, UTF-8 bytes); refuses text that is not UTF-8."""
         start = self.pos
         n_bytes = self.u64(f"the length of {what}")

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, overload
 import numpy as np
 
 from makeway.errors import UserError
+from makeway.gguf.cursor import MAX_ITEMS
 from makeway.gguf.faults import fault, show
 from makeway.gguf.values import Value
 
@@ -127,7 +128,7 @@ class Metadata(Mapping[str, Value]):
             entries = value.tolist()
         elif isinstance(value, list):
             entries = value
-        elif length is not None:
+        elif length is not None and length <= MAX_ITEMS:  # the length may come from the file, too
             entries = [value] * length
         else:
             raise self._wrong(key, wanted)
