@@ -71,6 +71,19 @@ def test_published_vectors(big_metadata, pre):
     assert n_exact >= 46
 
 
+def test_published_vectors_of_decomposed_text(big_metadata):
+    """llama.cpp does not compose; without that step marks stay with their letters and its ids are ours too."""
+    tokenizer = Tokenizer.from_metadata(big_metadata, source="qwen35")
+    tokenizer._plain.normalizer = None
+    folder = SHARED / "tokenizer"
+    texts = (folder / "qwen35.inp").read_bytes().decode("utf-8").split("\n__ggml_vocab_test__\n")
+    lines = (folder / "qwen35.out").read_text(encoding="utf-8").split("\n")[: len(texts)]
+    n_decomposed = sum(unicodedata.normalize("NFC", text) != text for text in texts)
+    assert n_decomposed == 3
+    for text, line in zip(texts, lines, strict=True):
+        assert tokenizer.encode(text, parse_special=False) == [int(i) for i in line.split()], text
+
+
 @settings(max_examples=300, deadline=None)
 @given(text=st.text(ASSIGNED, max_size=60))
 def test_random_unicode_round_trips(tokenizer, text):
@@ -101,81 +114,10 @@ def test_bad_input_is_named(tokenizer):
         tokenizer.token_bytes(-1)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"tokenizer.ggml.model": "llama"}, "byte-level BPE"),
-        ({"tokenizer.ggml.pre": "martian"}, "makeway knows gpt-2, qwen2, qwen35"),
-        ({"tokenizer.ggml.tokens": None}, "'tokenizer.ggml.tokens' is missing"),
-        ({"tokenizer.ggml.token_type": [1, 1]}, "has 2 entries for"),
-        ({"tokenizer.ggml.merges": ["no token"]}, "entry 0"),
-        ({"tokenizer.ggml.merges": ["a"]}, "entry 0"),
-        ({"tokenizer.ggml.eos_token_id": 10**6}, "tokenizer.ggml.eos_token_id"),
-        ({"tokenizer.ggml.model": None}, "'tokenizer.ggml.model' is missing"),
-        ({"tokenizer.ggml.pre": None}, "'tokenizer.ggml.pre' is missing"),
-        ({"tokenizer.ggml.merges": None}, "'tokenizer.ggml.merges' is missing"),
-        ({"tokenizer.ggml.merges": 3}, "'tokenizer.ggml.merges' is not an array of strings"),
-        ({"tokenizer.ggml.merges": ["a b c"]}, "entry 0"),
-        ({"tokenizer.ggml.tokens": [1, 2]}, "'tokenizer.ggml.tokens' is not an array of strings"),
-        ({"tokenizer.ggml.tokens": []}, "token_type' has 512 entries for 0 tokens"),
-        ({"tokenizer.ggml.token_type": None}, "'tokenizer.ggml.token_type' is missing"),
-        ({"tokenizer.ggml.token_type": [1.5] * 512}, "not an array of integers"),
-        ({"tokenizer.ggml.token_type": [9] * 512}, "holds 9, which is no token type"),
-        ({"tokenizer.ggml.bos_token_id": -1}, "tokenizer.ggml.bos_token_id' is -1"),
-        ({"tokenizer.ggml.padding_token_id": "x"}, "tokenizer.ggml.padding_token_id' is 'x'"),
-        ({"tokenizer.ggml.add_bos_token": True}, "tokenizer.ggml.bos_token_id' is missing although"),
-        ({"tokenizer.ggml.add_eos_token": 2}, "tokenizer.ggml.add_eos_token' is 2"),
-        ({"tokenizer.chat_template": 2}, "'tokenizer.chat_template' is 2"),
-        ({"tokenizer.chat_template.tool_use": 2}, "'tokenizer.chat_template.tool_use' is 2"),
-    ],
-)
-def test_faulty_vocabularies_are_refused(change, message):
-    data = metadata()
-    for key, value in change.items():
-        if value is None:
-            del data[key]
-        else:
-            data[key] = value
-    with pytest.raises(UserError, match=message) as error:
-        Tokenizer.from_metadata(data, source="FILE")
-    assert str(error.value).startswith("FILE: ")
-
-
 def changed(**values):
     return Tokenizer.from_metadata(
         metadata() | {f"tokenizer.ggml.{key}": value for key, value in values.items()}, source="FILE"
     )
-
-
-def test_a_vocabulary_with_a_hole_or_a_double_is_refused():
-    tokens = metadata()["tokenizer.ggml.tokens"]
-    with pytest.raises(UserError, match=r"FILE: 'tokenizer.ggml.tokens' holds '!' twice \(ids 0 and 400\)"):
-        changed(tokens=[*tokens[:400], tokens[0], *tokens[401:]], merges=[])
-    with pytest.raises(UserError, match="no token for byte 0x21"):
-        changed(tokens=["nothing", *tokens[1:]], merges=[])
-    types = [5 if i == 400 else t for i, t in enumerate(metadata()["tokenizer.ggml.token_type"])]
-    filled = changed(tokens=[*tokens[:400], tokens[0], *tokens[401:]], merges=[], token_type=types)
-    assert filled.encode(tokens[0]) == [0]
-    assert filled.token_bytes(400) == b""
-
-
-def test_some_token_must_end_an_answer():
-    data = metadata()
-    del data["tokenizer.ggml.eos_token_id"]
-    data["tokenizer.ggml.token_type"] = [1] * 512
-    with pytest.raises(UserError, match=r"'tokenizer.ggml.eos_token_id' is missing"):
-        Tokenizer.from_metadata(data, source="FILE")
-
-
-def test_what_ends_an_answer(tokenizer):
-    names = ["<|im_end|>", "<|endoftext|>"]
-    assert tokenizer.eos_ids == {tokenizer.encode(name)[0] for name in names}
-    data = metadata()
-    tokens, types = list(data["tokenizer.ggml.tokens"]), list(data["tokenizer.ggml.token_type"])
-    tokens[400:403] = ["<|eot_id|>", "</s>", "<|eom_id|>"]
-    types[400:403] = [3, 1, 4]
-    ends = changed(tokens=tokens, token_type=types, merges=[], eot_token_id=7).eos_ids
-    assert ends == tokenizer.eos_ids | {400, 402, 7}, "an ordinary token '</s>' is text"
 
 
 def test_bos_and_eos_only_where_the_model_wants_them(tokenizer):
@@ -194,15 +136,6 @@ def test_user_defined_tokens_are_text_that_is_always_kept_whole():
     assert tokenizer.encode("a<think>", parse_special=False) == [64, 507]
     assert not tokenizer.is_special(507)
     assert tokenizer.decode([64, 507, 506], skip_special=True) == "a<think>"
-
-
-def test_chat_templates_by_name(tokenizer):
-    assert "<|im_start|>" in tokenizer.chat_template
-    data = metadata() | {"tokenizer.chat_template.tool_use": "T"}
-    del data["tokenizer.chat_template"]
-    named = Tokenizer.from_metadata(data, source="FILE")
-    assert named.chat_template is None
-    assert named.chat_templates == {"tool_use": "T"}
 
 
 def test_gpt2_cuts_and_does_not_compose():
