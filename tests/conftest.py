@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,12 @@ def golden_path(name: str) -> Path:
         if (folder / name).exists():
             return folder / name
     pytest.skip(f"{name} is not in tests/data and the shared golden folder is absent")
+
+
+def golden_arrays(name: str) -> dict[str, np.ndarray]:
+    """The arrays of a golden .npz, read and closed."""
+    with np.load(golden_path(name)) as file:
+        return dict(file)
 
 
 @pytest.fixture(scope="session", autouse=True)

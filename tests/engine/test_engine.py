@@ -1,15 +1,14 @@
-import numpy as np
 import pytest
 import torch
 
 from makeway import Engine, EngineConfig, SamplingParams, UserError
-from tests.conftest import golden_path
+from tests.conftest import golden_arrays, golden_path
 
 MODEL = "qwen4exp-k96-UD-Q4_K_XL.gguf"
 
 
 def reference():
-    data = np.load(golden_path("qwen4exp-k96-quant.npz"))
+    data = golden_arrays("qwen4exp-k96-quant.npz")
     n = int(data["n_prompt"])
     return [int(t) for t in data["tokens"][:n]], data["UD-Q4_K_XL/greedy"].tolist()
 

@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -6,7 +5,7 @@ from hypothesis import strategies as st
 
 from makeway.errors import UserError
 from makeway.kv import BLOCK_TOKENS, BlockPool, BlockTable
-from tests.conftest import golden_path
+from tests.conftest import golden_arrays, golden_path
 from tests.models.runner import Runner
 
 
@@ -35,7 +34,7 @@ def test_blocks_are_never_shared_or_lost(actions):
 
 
 def golden(name, file):
-    return Runner(golden_path(file)), [int(t) for t in np.load(golden_path(f"{name}.npz"))["tokens"]]
+    return Runner(golden_path(file)), [int(t) for t in golden_arrays(f"{name}.npz")["tokens"]]
 
 
 def test_truncate_of_a_dense_model_gives_the_same_bits():

@@ -10,7 +10,7 @@ from makeway.kernels import REFERENCE
 from makeway.kv import Batch
 from makeway.layers.ple import ple
 from makeway.models.base import run_layer, run_trunk
-from tests.conftest import golden_path
+from tests.conftest import golden_arrays, golden_path
 from tests.models.runner import CPU, Runner
 
 LIMIT = 3e-4  # float32 engine against a float32 oracle, as the golden data suggest
@@ -23,7 +23,7 @@ QUANTISED = [
 
 
 def load(name):
-    reference = np.load(golden_path(f"{name}.npz"))
+    reference = golden_arrays(f"{name}.npz")
     return Runner(golden_path(f"{name}-bf16.gguf")), reference, [int(t) for t in reference["tokens"]]
 
 
@@ -101,7 +101,7 @@ def test_interleaved_sequences_give_the_same_bits_as_alone(name):
 
 @pytest.mark.parametrize(("name", "quant"), QUANTISED)
 def test_quantised_files_equal_llama_cpp_on_the_dequantised_weights(name, quant):
-    reference = np.load(golden_path(f"{name}-quant.npz"))
+    reference = golden_arrays(f"{name}-quant.npz")
     runner = Runner(golden_path(f"{name}-{quant}.gguf"))
     tokens = [int(t) for t in reference["tokens"]]
     logits = runner.logits(tokens)
@@ -122,7 +122,7 @@ def test_quantised_files_equal_llama_cpp_on_the_dequantised_weights(name, quant)
 
 def test_sparse_selection_equals_transformers():
     """Recorded through the ops table: which keys each query of each sparse layer may see."""
-    reference = np.load(golden_path("qwen4exp-base.npz"))
+    reference = golden_arrays("qwen4exp-base.npz")
     seen = []
 
     def attention(q, positions, *, n_keys, key_tile, allowed=None):

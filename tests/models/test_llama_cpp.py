@@ -15,7 +15,7 @@ import torch
 from makeway.gguf import open_gguf
 from makeway.quants import decode_rows
 from makeway.text import Tokenizer
-from tests.conftest import golden_path
+from tests.conftest import golden_arrays, golden_path
 from tests.models.runner import Runner
 
 LIMIT = 3e-4
@@ -74,7 +74,7 @@ def test_next_token_equals_llama_cpp(name, file, tmp_path):
     path = tmp_path / "f32.gguf"
     write_f32(golden_path(file), path)
     runner = Runner(path)
-    tokens = [int(t) for t in np.load(golden_path(f"{name}.npz"))["tokens"]][:N_TOKENS]
+    tokens = [int(t) for t in golden_arrays(f"{name}.npz")["tokens"]][:N_TOKENS]
     ours = torch.log_softmax(runner.logits(tokens).double(), dim=-1)
     # llama.cpp's server reports no probabilities where it chose an end token or half a character.
     text = Tokenizer.from_metadata(runner.file.metadata, source=name)
