@@ -4,10 +4,22 @@ Owns the defaults. Never reads files or the environment. Hazard: a default writt
 """
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
 from makeway.errors import UserError
+
+_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def parse_bytes(text: str, flag: str) -> int:
+    """Bytes of "24GiB", "512 MiB", "24GB" or a plain number; raises UserError naming the flag."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in _UNITS:
+        raise UserError(f"{flag} {text}: not a size; write for example 24GiB, 512MiB or a number of bytes")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
 
 DeviceName = Literal["auto", "cpu", "cuda"]
 

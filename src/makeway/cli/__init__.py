@@ -11,6 +11,7 @@ from collections.abc import Callable
 import typer
 
 from makeway.cli.inspect import inspect_command
+from makeway.cli.plan import plan_command
 from makeway.cli.run import run_command
 from makeway.errors import MakewayError
 
@@ -47,6 +48,7 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
 
 
 app.command("run")(guarded(run_command))
+app.command("plan")(guarded(plan_command))
 app.command("inspect")(guarded(inspect_command))
 
 

@@ -14,50 +14,10 @@ from rich.table import Table
 from makeway.cli import options as o
 from makeway.gguf import GGUFFile, TensorInfo, open_gguf
 from makeway.models import ARCHITECTURES
+from makeway.models.parts import PARTS, part_of
 from makeway.quants import QUANT_TYPES
 
 GIB = 1 << 30
-PARTS = (
-    "experts",
-    "shared experts",
-    "routers",
-    "attention",
-    "linear attention",
-    "indexer",
-    "hyper-connections",
-    "PLE",
-    "embedding",
-    "output",
-    "MTP block",
-    "norms and other",
-)
-
-
-def part_of(name: str, *, first_draft_block: int) -> str:
-    """The part of the model a tensor belongs to, one of `PARTS`."""
-    block, _, rest = name.removeprefix("blk.").partition(".") if name.startswith("blk.") else ("", "", name)
-    if block.isdigit() and int(block) >= first_draft_block:
-        return "MTP block"
-    stem = rest.removesuffix(".weight").removesuffix(".bias")
-    if stem.endswith("_exps"):
-        return "experts"
-    if stem.endswith("_shexp"):
-        return "shared experts"
-    if stem == "ffn_gate_inp":
-        return "routers"
-    if stem.startswith("indexer."):
-        return "indexer"
-    if "hc_" in stem:
-        return "hyper-connections"
-    if stem.startswith(("ple_", "per_layer_")):
-        return "PLE"
-    if stem.startswith("ssm_") or stem in ("attn_qkv", "attn_gate"):
-        return "linear attention"
-    if stem in ("attn_q", "attn_k", "attn_v", "attn_output", "attn_q_norm", "attn_k_norm"):
-        return "attention"
-    if stem == "token_embd":
-        return "embedding"
-    return "output" if stem == "output" else "norms and other"
 
 
 def summary(file: GGUFFile) -> dict[str, Any]:
