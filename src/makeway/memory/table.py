@@ -23,7 +23,7 @@ def size(n_bytes: int) -> str:
 
 
 def grid(rows: Sequence[Sequence[str]]) -> str:
-    """Left-aligned first column, right-aligned others (the last left-aligned if it is words)."""
+    """Columns of text: the first left-aligned, the others right-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -136,8 +136,8 @@ def render(plan: "MemoryPlan", *, prompts: Sequence[int] = ()) -> str:
     if plan.lend_from_tokens is not None:
         lends = f"prompts of {plan.lend_from_tokens} tokens or more lend slots"
     sweeps = (
-        f"{lends}; sweeps of at most {plan.max_sweep_tokens} tokens, chunks of {plan.shape.chunk}, "
-        f"pieces of {plan.shape.piece_experts} experts; all experts copied from {plan.copy_all_tokens} tokens"
+        f"{lends}\nsweeps of at most {plan.max_sweep_tokens} tokens, chunks of {plan.shape.chunk}, "
+        f"pieces of {plan.shape.piece_experts} experts\nall experts are copied from {plan.copy_all_tokens} tokens"
     )
     parts = grid([("where", "part", "size"), *plan_rows(plan)])
     return "\n\n".join((head, parts, sweeps, grid(prompt_rows(plan, prompts)), grid(decode_rows(plan)))) + "\n"
