@@ -35,19 +35,21 @@ class EngineConfig:
 
     device: "auto" takes CUDA where there is one. context: tokens a sequence may hold, prompt and answer together
     (None: the model's own, at most 8192). parallel: sequences at once. chunk: prompt tokens that go through a layer
-    together.
+    together. sweep_tokens: prompt tokens of one pass over the layers, for which each expert is decoded once.
     """
 
     device: DeviceName = "auto"
     context: int | None = None
     parallel: int = 4
     chunk: int = 512
+    sweep_tokens: int = 4096
 
     def __post_init__(self) -> None:
         _check(self.device in ("auto", "cpu", "cuda"), f"--device {self.device}", "use auto, cpu or cuda")
         _check(self.context is None or self.context >= 1, f"--context {self.context}", "use at least 1 token")
         _check(self.parallel >= 1, f"--parallel {self.parallel}", "use at least 1 sequence")
         _check(self.chunk >= 1, f"--chunk {self.chunk}", "use at least 1 token")
+        _check(self.sweep_tokens >= 1, f"--sweep-tokens {self.sweep_tokens}", "use at least 1 token")
 
 
 @dataclass(frozen=True)

@@ -39,18 +39,20 @@ def test_greedy_equals_llama_cpp(engine):
     assert end.timings.answer_tokens_per_s > 0
 
 
-def test_progress_counts_prompt_tokens(engine):
+def test_progress_grows_to_the_whole_prompt(engine):
     prompt, _ = reference()
     done = [e.n_done for e in engine.generate(prompt, SamplingParams(max_tokens=1)) if e.kind == "progress"]
-    assert done == [20, 40, 48]
+    assert done == sorted(done)
+    assert done[-1] == len(prompt) == 48
+    assert len(done) == 2 * (3 + 1)  # 2 layers, 3 chunks of 20, and the experts
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.9, "seed": 3, "top_p": 0.95}])
 def test_chunk_size_and_company_do_not_change_the_tokens(engine, params):
     prompt, _ = reference()
     alone = answer(engine, prompt, max_tokens=20, **params)[0]
-    for chunk in (1, 7, 512):
-        with Engine.load(golden_path(MODEL), EngineConfig(device="cpu", chunk=chunk)) as other:
+    for chunk, sweep in ((1, 4096), (7, 4096), (512, 4096), (7, 20), (3, 1), (64, 31)):
+        with Engine.load(golden_path(MODEL), EngineConfig(device="cpu", chunk=chunk, sweep_tokens=sweep)) as other:
             assert answer(other, prompt, max_tokens=20, **params)[0] == alone
     sampling = SamplingParams(max_tokens=20, ignore_eos=True, **params)
     ids = [engine.add(p, sampling) for p in (prompt, prompt[::-1], prompt[:5], prompt)]
@@ -74,8 +76,22 @@ def test_logits_equal_for_every_chunk(engine):
     logits = engine.logits(prompt)
     assert logits.shape == (len(prompt), engine.model.facts.n_vocab)
     assert logits.dtype == torch.float32
-    with Engine.load(golden_path(MODEL), EngineConfig(device="cpu", chunk=7)) as other:
+    with Engine.load(golden_path(MODEL), EngineConfig(device="cpu", chunk=7, sweep_tokens=25)) as other:
         assert torch.equal(other.logits(prompt), logits)
+
+
+def test_cancel_at_every_unit_of_a_prompt_frees_its_place(engine):
+    prompt, greedy = reference()
+    free = engine._cache.pool.n_free
+    for n_units in range(9):
+        gone = engine.add(prompt, SamplingParams(max_tokens=2))
+        for _ in range(n_units):
+            engine.step()
+        engine.cancel(gone)
+        events = engine.step()
+        assert [(e.kind, e.reason) for e in events if e.request_id == gone] == [("finish", "cancelled")]
+        assert engine._cache.pool.n_free == free
+    assert answer(engine, prompt, max_tokens=32)[0] == greedy
 
 
 def test_stop_strings_and_logprobs(engine):

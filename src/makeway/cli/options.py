@@ -24,6 +24,9 @@ ChunkOption = Annotated[
     int,
     typer.Option("--chunk", help="Prompt tokens that go through a layer together.", rich_help_panel="Engine"),
 ]
+SweepTokensOption = Annotated[
+    int, typer.Option("--sweep-tokens", help="Prompt tokens of one pass over the layers.", rich_help_panel="Engine")
+]
 
 
 def _sampling(flag: str, help_text: str, *more: str) -> Any:

@@ -44,6 +44,7 @@ def run_command(
     device: o.DeviceOption = o.ENGINE["device"],
     context: o.ContextOption = o.ENGINE["context"],
     chunk: o.ChunkOption = o.ENGINE["chunk"],
+    sweep_tokens: o.SweepTokensOption = o.ENGINE["sweep_tokens"],
 ) -> None:
     """Continue a prompt, or answer it with --chat."""
     sampling = SamplingParams(
@@ -60,7 +61,7 @@ def run_command(
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
     )
-    config = EngineConfig(device=device, context=context, chunk=chunk, parallel=1)  # type: ignore[arg-type]
+    config = EngineConfig(device=device, context=context, chunk=chunk, sweep_tokens=sweep_tokens, parallel=1)  # type: ignore[arg-type]
     if system is not None and not chat:
         raise UserError("--system needs --chat; without a chat template there is no system message")
     text = _read_prompt(prompt)

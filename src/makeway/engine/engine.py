@@ -1,4 +1,4 @@
-"""The engine: opens a model, reads prompts in chunks, decodes step by step, tells what it did.
+"""The engine: opens a model, reads prompts in sweeps, decodes step by step, tells what it did.
 
 Owns the file, the model, the KV cache and the sequences (the composition root). Never touches HTTP or a terminal.
 Hazard: one thread at a time may use an engine.
@@ -17,6 +17,7 @@ from makeway.config import EngineConfig, SamplingParams
 from makeway.device import pick_device
 from makeway.engine import sampler
 from makeway.engine.answer import Answer
+from makeway.engine.prefill import Sweep
 from makeway.engine.request import Event, Request
 from makeway.engine.scheduler import Scheduler
 from makeway.errors import UserError
@@ -53,6 +54,7 @@ class Engine:
         self._scheduler = Scheduler(config.parallel)
         self._sequences: dict[int, SequenceState] = {}
         self._answers: dict[int, Answer] = {}
+        self._sweeps: dict[int, tuple[Sweep, Iterator[None]]] = {}
         self._pending: list[Event] = []
         self._next_id = 0
         self._n_prompt_tokens = self._n_answer_tokens = self._n_steps = 0
@@ -110,14 +112,14 @@ class Engine:
         return request.id
 
     def step(self) -> list[Event]:
-        """One unit of work: a chunk of a waiting prompt, else one token of every running answer."""
+        """One unit of work: a chunk, or the experts of a layer, of a waiting prompt; else a token of every answer."""
         self._check_open()
         events, self._pending = self._pending, []
         for request in self._scheduler.admit():
             self._sequences[request.id] = self._new_sequence()
         prompt = self._scheduler.next_prompt()
         if prompt is not None:
-            return events + self._read_chunk(prompt)
+            return events + self._read_prompt(prompt)
         return events + self._decode(self._scheduler.decoding())
 
     @property
@@ -156,8 +158,9 @@ class Engine:
             raise UserError(f"{len(tokens)} tokens do not fit the context of {self.context}; use a larger --context")
         sequence = self._new_sequence()
         try:
-            chunks = [tokens[i : i + self.config.chunk] for i in range(0, len(tokens), self.config.chunk)]
-            return torch.cat([self.model.head(self._forward([(sequence, chunk)])) for chunk in chunks])
+            step = self.config.sweep_tokens
+            pieces = [tokens[i : i + step] for i in range(0, len(tokens), step)]
+            return torch.cat([self.model.head(self._sweep(sequence, piece).run()) for piece in pieces])
         finally:
             sequence.close()
 
@@ -174,6 +177,7 @@ class Engine:
             "context": self.context,
             "parallel": self.config.parallel,
             "chunk": self.config.chunk,
+            "sweep_tokens": self.config.sweep_tokens,
             "file_bytes": self._file.n_bytes,
             "expert_bytes": self.model.store.nbytes,
             "kv_bytes": self._cache.nbytes,
@@ -219,18 +223,31 @@ class Engine:
             sequence.reserve(len(tokens))
         return run_trunk(self.model, self._experts, Batch.of(parts, device=self.device))
 
-    def _read_chunk(self, request: Request) -> list[Event]:
-        if request.n_read == 0:
-            request.started_s = time.perf_counter()
-        chunk = request.tokens[request.n_read : request.n_read + self.config.chunk]
-        chunk = chunk[: request.n_prompt - request.n_read]
-        h = self._forward([(self._sequences[request.id], chunk)])
-        request.n_read += len(chunk)
-        self._n_prompt_tokens += len(chunk)
-        progress = Event(request.id, "progress", n_done=request.n_read, n_prompt=request.n_prompt)
+    def _read_prompt(self, request: Request) -> list[Event]:
+        """One unit of the prompt's current sweep; after the last sweep, the first token."""
+        running = self._sweeps.get(request.id)
+        if running is None:
+            if request.n_read == 0:
+                request.started_s = time.perf_counter()
+            last = min(request.n_read + self.config.sweep_tokens, request.n_prompt)
+            sweep = self._sweep(self._sequences[request.id], request.tokens[request.n_read : last])
+            running = self._sweeps[request.id] = (sweep, sweep.steps())
+        sweep, steps = running
+        next(steps, None)
+        done = request.n_read + sweep.tokens_done
+        events = [Event(request.id, "progress", n_done=done, n_prompt=request.n_prompt)]
+        if sweep.residual is None:
+            return events
+        del self._sweeps[request.id]
+        request.n_read += sweep.n_tokens
+        self._n_prompt_tokens += sweep.n_tokens
         if request.n_read < request.n_prompt:
-            return [progress]
-        return [progress, *self._sample(request, self.model.head(h[-1:])[0])]
+            return events
+        return [*events, *self._sample(request, self.model.head(sweep.residual[-1:])[0])]
+
+    def _sweep(self, sequence: SequenceState, tokens: list[int]) -> Sweep:
+        sequence.reserve(len(tokens))
+        return Sweep(self.model, self._experts, sequence=sequence, tokens=tokens, chunk=self.config.chunk)
 
     def _decode(self, requests: list[Request]) -> list[Event]:
         if not requests:
@@ -267,6 +284,7 @@ class Engine:
     def _release(self, request: Request) -> None:
         self._scheduler.remove(request)
         del self._answers[request.id]
+        self._sweeps.pop(request.id, None)
         sequence = self._sequences.pop(request.id, None)
         if sequence is not None:
             sequence.close()

@@ -1,7 +1,7 @@
 """The rows of one forward pass and the sequences they belong to.
 
 Owns nothing. Never mixes sequences: a segment is a run of consecutive tokens of one sequence.
-Hazard: positions are absolute and start at the sequence's length before the pass.
+Hazard: positions are absolute and count from the sequence's first token.
 """
 
 from dataclasses import dataclass
@@ -36,15 +36,17 @@ class Batch:
     segments: tuple[Segment, ...]
 
     @classmethod
-    def of(cls, parts: list[tuple[SequenceState, list[int]]], *, device: torch.device) -> "Batch":
-        """A batch of the next tokens of several sequences; KV room must be reserved already."""
+    def of(cls, parts: list[tuple[SequenceState, list[int]]], *, device: torch.device, offset: int = 0) -> "Batch":
+        """A batch of tokens of several sequences, `offset` tokens after each one's length (a later chunk of a sweep);
+        KV room must be reserved already."""
         segments: list[Segment] = []
         tokens: list[int] = []
         positions: list[int] = []
         for sequence, new in parts:
             assert new
-            segments.append(Segment(sequence, len(tokens), len(new), sequence.length))
-            positions += range(sequence.length, sequence.length + len(new))
+            start = sequence.length + offset
+            segments.append(Segment(sequence, len(tokens), len(new), start))
+            positions += range(start, start + len(new))
             tokens += new
         return cls(
             torch.tensor(tokens, device=device),

@@ -32,14 +32,14 @@ class RecurrentState:
 
     delta[layer] [heads, d_k, d_v]; conv[layer] [taps - 1, channels]; ple_conv[layer] [tail, width];
     raw[layer] [RAW_RING, index_dim] (indexer keys of the last positions, at position % RAW_RING);
-    window: the last tokens before the next one, oldest first, for the n-gram hash.
+    windows[layer]: the last tokens before the next one, oldest first, for that layer's n-gram hash.
     """
 
     delta: dict[int, Tensor] = field(default_factory=dict)
     conv: dict[int, Tensor] = field(default_factory=dict)
     ple_conv: dict[int, Tensor] = field(default_factory=dict)
     raw: dict[int, Tensor] = field(default_factory=dict)
-    window: tuple[int, ...] = ()
+    windows: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
     def empty(
@@ -57,6 +57,7 @@ class RecurrentState:
             state.conv[layer] = torch.zeros((s.conv_taps - 1, s.conv_channels), device=device)
         for layer, shape in ple.items():
             state.ple_conv[layer] = torch.zeros(shape, device=device)
+            state.windows[layer] = ()
         for layer, shape in raw.items():
             state.raw[layer] = torch.zeros(shape, device=device)
         return state
@@ -76,10 +77,10 @@ class RecurrentState:
     def snapshot(self) -> "RecurrentState":
         """A deep copy that later tokens do not touch."""
         delta, conv, ple_conv, raw = ({i: t.clone() for i, t in g.items()} for g in self._groups())
-        return RecurrentState(delta=delta, conv=conv, ple_conv=ple_conv, raw=raw, window=self.window)
+        return RecurrentState(delta=delta, conv=conv, ple_conv=ple_conv, raw=raw, windows=dict(self.windows))
 
     def restore(self, snapshot: "RecurrentState") -> None:
         """Back to `snapshot`, which stays usable."""
         copy = snapshot.snapshot()
         self.delta, self.conv, self.ple_conv, self.raw = copy.delta, copy.conv, copy.ple_conv, copy.raw
-        self.window = copy.window
+        self.windows = copy.windows

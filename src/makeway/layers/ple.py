@@ -72,8 +72,8 @@ def ple(ops: Ops, w: PleWeights, hashes: PleHash, *, layer: int, h: Tensor, batc
     for s in batch.segments:
         state = s.sequence.state
         tokens = batch.host_tokens[s.rows]
-        rows = torch.from_numpy(hashes.rows(tokens, state.window))
-        state.window = hashes.next_window(tokens, state.window)
+        rows = torch.from_numpy(hashes.rows(tokens, state.windows[layer]))
+        state.windows[layer] = hashes.next_window(tokens, state.windows[layer])
         embedded = w.table.rows(rows.reshape(-1)).view(s.n, -1).to(h.device)
         key = stream_norm(ops, ops.linear(embedded, w.key).view(s.n, n_streams, hidden), w.norm_key, eps)
         query = stream_norm(ops, h[s.rows], w.norm_query, eps)

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from makeway.errors import UserError
@@ -51,6 +52,7 @@ class Model(Protocol):
 
     facts: ModelFacts
     store: ExpertStore
+    device: torch.device
 
     def embed(self, batch: Batch) -> Tensor: ...
 

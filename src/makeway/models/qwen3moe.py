@@ -27,6 +27,7 @@ class Qwen3Moe:
         if head.n_draft_layers:
             raise UserError(f"{file.paths[0]}: qwen3moe files have no MTP block, this one names {head.n_draft_layers}")
         r = WeightReader(file, device)
+        self.device = device
         self._ops, self._head = ops, head
         self._shape = blocks.attention_shape(head, gated=False)
         self._embed = r.matrix("token_embd.weight", (head.n_vocab, head.hidden))

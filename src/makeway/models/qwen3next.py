@@ -29,6 +29,7 @@ class Qwen3Next:
     def __init__(self, file: GGUFFile, ops: Ops, device: torch.device) -> None:
         head = Header.read(file)
         r = WeightReader(file, device)
+        self.device = device
         self._ops, self._head = ops, head
         recurrent = head.recurrent_layers()
         self._attention_shape = blocks.attention_shape(head, gated=True)

@@ -30,6 +30,7 @@ class Qwen4Exp:
     def __init__(self, file: GGUFFile, ops: Ops, device: torch.device) -> None:
         head = Header.read(file)
         r = WeightReader(file, device)
+        self.device = device
         self._ops, self._head, self._file = ops, head, file
         self._n_streams = file.get_int(f"{head.arch}.hyper_connection.count")
         self._low_rank = file.get_int(f"{head.arch}.hyper_connection.low_rank")
