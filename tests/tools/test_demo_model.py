@@ -82,7 +82,7 @@ def test_every_parameter_learns_and_the_indexer_only_from_its_own_loss():
 
 
 def test_a_query_sees_its_budget_and_the_tail():
-    model, side = Model(TINY, first_values(TINY)), Side()
+    model = Model(TINY, first_values(TINY))
     x = torch.randn(1, 96, 32, generator=torch.Generator().manual_seed(3))
     seen = L.selection(model.group("blk.3."), x, TINY)[0]
     pos = torch.arange(96)
@@ -95,3 +95,19 @@ def test_tensors_survive_a_round_trip():
     values = first_values(TINY)
     again = Model(TINY, values).tensors()
     assert all(torch.allclose(values[name], again[name], rtol=1e-5) for name in values)
+
+
+def test_export_has_the_keys_and_tensors_of_the_golden_file(tmp_path, monkeypatch):
+    gguf = pytest.importorskip("gguf")
+    export = pytest.importorskip("tools.demo_model.export")
+    monkeypatch.setattr(export, "add_tokenizer", lambda *_: None)
+    path = tmp_path / "x.gguf"
+    values = {name: v.bfloat16().float() for name, v in first_values(TINY).items()}
+    export.write(path, TINY, {name: v.numpy() for name, v in values.items()}, f16=True)
+    shape, tensors = read_gguf(path)
+    assert shape == TINY or abs(shape.eps - TINY.eps) < 1e-9
+    assert all(torch.allclose(values[n], tensors[n].view_as(values[n]), atol=1e-3) for n in values)
+    theirs = gguf.GGUFReader(golden("qwen4exp-base-bf16.gguf")).fields
+    ours = gguf.GGUFReader(path).fields
+    assert {k for k in theirs if not k.startswith("tokenizer")} <= set(ours)
+    assert all(ours[k].types == theirs[k].types for k in theirs if k.startswith("qwen4exp."))

@@ -63,7 +63,8 @@ def clean_html(text: str) -> str:
 
     text = _PRE.sub(keep, text)
     text = re.sub(r"\s+", " ", text)
-    text = re.sub(r"\x00(\d+)\x00", r"\n\n\x00\1\x00\n\n", _BLOCK.sub("\n\n", text))
+    text = _BLOCK.sub("\n\n", text)
+    text = re.sub("(\x00[0-9]+\x00)", lambda m: f"\n\n{m.group(1)}\n\n", text)
     text = html.unescape(_TAG.sub("", text)).replace("¶", "").replace("\xa0", " ")
     lines = (line.strip() for line in text.split("\n"))
     text = "\n\n".join(line for line in lines if line)

@@ -102,10 +102,10 @@ def evaluate(model: Model, held: Tensor, n: int, t: int, positions: Tensor) -> d
         out = losses(model, window, positions)
         sums += [float(out[k].detach()) for k in ("main", "mtp", "index")]
         used = used + torch.stack(out["side"].used).detach()
-        best, state, ok = out["best"], out["wide"].detach(), None
+        best, state, ok = out["best"], out["wide"].detach().requires_grad_(), None
         for depth in range(3):
             if depth:
-                state = model.mtp(window[:, :-1].contiguous(), state, Side(), positions).detach()
+                state = model.mtp(window[:, :-1].contiguous(), state, Side(), positions).detach().requires_grad_()
                 draft = model.f["head_loss"](model.head_weights(mtp=True), state, window[:, 1:].contiguous())[1]
             else:
                 draft = out["draft"]
@@ -127,6 +127,7 @@ def main() -> None:
     a.add_argument("--out", type=Path, required=True)
     a.add_argument("--resume", type=Path)
     a.add_argument("--seconds", type=float, default=480)
+    a.add_argument("--limit", type=float, default=565, help="wall seconds of the whole command")
     a.add_argument("--batch", type=int, default=16)
     a.add_argument("--accumulate", type=int, default=2)
     a.add_argument("--context", type=int, default=4096)
@@ -164,6 +165,7 @@ def main() -> None:
     print(
         f"compiled after {time.time() - begun:.0f} s, {torch.cuda.max_memory_allocated() / 2**30:.0f} GiB", flush=True
     )
+    o.seconds = min(o.seconds, o.limit - (time.time() - begun) - 45)
     start, step, log, per_step = time.time(), 0, [], o.batch * o.accumulate * o.context
     while (now := (time.time() - start) / o.seconds) < 1:
         model.sparse = now >= o.dense
