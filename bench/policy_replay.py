@@ -6,7 +6,9 @@ Works without a model. Each decode record is one step; a prompt is shown to the 
 it empties the cache first, which is then restored in the policy's order.
 Belady here: per layer, offline optimum in hits for experts of equal size, **with bypass** (a miss need not be
 kept), no cap of uploads, no gate, no delay: after each step the layer keeps, of its cached and just routed
-experts, those whose next use is nearest. It bounds every policy from above.
+experts, those whose next use is nearest. It bounds every policy that starts cold from above; a cache restored
+after a prompt (`--lend all`) starts warm and may pass it in a short trace. `static` replays with the profile of
+the same trace, so it knows the future's counts.
 Hazard: hits are not speed (more slots may leave no room for prefill); the yield says what an upload bought.
 """
 

@@ -241,6 +241,7 @@ class Policy:
         elif profile is not None:
             raise UserError(f"policy {name!r} takes no profile")
         self.step = 0
+        self._cached_scores: Scores | None = None
         self._window: Mask = np.zeros((self.gate.window, n_layers, n_experts), dtype=np.bool_)
         self._uses: NDArray[np.uint8] = np.zeros((n_layers, n_experts), dtype=np.uint8)
         self._base: NDArray[np.int64] = np.arange(n_layers, dtype=np.int64)[:, None] * n_experts
@@ -258,10 +259,18 @@ class Policy:
         used.reshape(-1)[flat] = True
         np.add(self._uses, used, out=self._uses, casting="unsafe")
         self.ranking.observe(used, self.step)
+        self._cached_scores = None
 
     def observe_prompt(self, counts: NDArray[np.floating]) -> None:
         """A whole prompt's routing: tail-weighted counts [layers, experts], see `PromptCounts`."""
         self.ranking.observe_prompt(counts.astype(np.float32), self.step)
+        self._cached_scores = None
+
+    def _scores(self) -> Scores:
+        """The ranking's scores, asked for once between two observations."""
+        if self._cached_scores is None:
+            self._cached_scores = self.ranking.scores()
+        return self._cached_scores
 
     def decide(self, fetched: NDArray[np.integer], published: Mask, *, n_free: NDArray[np.integer]) -> Decision:
         """Which fetched experts to keep, and whose slots they take.
@@ -280,7 +289,7 @@ class Policy:
         empty = np.empty(0, dtype=np.int32)
         if not valid.any() or self.uploads_per_layer == 0:
             return Decision(empty, empty, empty, empty)
-        scores = self.ranking.scores()
+        scores = self._scores()
         own = np.where(valid, scores[at, safe], -np.inf)
         order = np.argsort(-own, axis=1, kind="stable")
         stays = np.where(published, scores, np.inf)
@@ -310,7 +319,7 @@ class Policy:
         """
         wanted = ~published & (self._uses >= self.gate.n_uses - 1)
         if self.ranking.must_win:
-            scores = self.ranking.scores()
+            scores = self._scores()
             floor = np.where(published, scores, np.inf).min(axis=1)
             floor[n_free > 0] = -np.inf
             wanted &= scores >= floor[:, None]
@@ -318,7 +327,7 @@ class Policy:
 
     def heat(self) -> Scores:
         """[layers, experts]: the ranking's scores, e.g. to choose what stays when slots are lent."""
-        return self.ranking.scores()
+        return self._scores()
 
     def restore_order(self, prompt_counts: NDArray[np.floating] | None = None) -> Ints:
         """[n, 2] (layer, expert), hottest first: what to put back after a prompt, all keys once.
@@ -327,7 +336,7 @@ class Policy:
         Layers take turns (the hottest of each, then the second of each, ...), since every layer has the
         same number of slots and a step needs all of them.
         """
-        scores = self.ranking.scores()
+        scores = self._scores()
         keys = [scores] if prompt_counts is None else [scores, prompt_counts.astype(np.float32)]
         if isinstance(self.ranking, Static):
             keys.reverse()
