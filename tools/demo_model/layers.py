@@ -78,7 +78,7 @@ def delta_after(w: Weights, h: Tensor, out: Tensor, gate: Tensor, inject: Tensor
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, chunk: int = 64) -> Tensor:
-    """The gated delta rule in chunks, plain torch, float32: the reference, and the path without a GPU."""
+    """The gated delta rule in chunks, plain torch, float32, on CPU and GPU."""
     dtype, t = q.dtype, q.shape[1]
     pad = -t % chunk
 
@@ -99,14 +99,19 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, chu
     inner = (q @ k.mT) * fade
     q = q * total.exp()[..., None]
     k = k * (total[..., -1:] - total).exp()[..., None]
-    state = torch.zeros(*q.shape[:2], q.shape[-1], v.shape[-1], device=q.device)
-    outs = []
+    last = total[..., -1].exp()[..., None, None]
+    state = torch.zeros(*q.shape[:2], q.shape[-1], v.shape[-1], device=q.device).flatten(0, 1)
+    keys, last = k.mT.flatten(0, 1).unbind(1), last.flatten(0, 1).unbind(1)
+    reads, values = reads.flatten(0, 1).unbind(1), values.flatten(0, 1).unbind(1)
+    states, news = [], []
     for n in range(q.shape[2]):
-        new = values[:, :, n] - reads[:, :, n] @ state
-        outs.append(q[:, :, n] @ state + inner[:, :, n] @ new)
-        state = state * total[:, :, n, -1].exp()[..., None, None] + k[:, :, n].mT @ new
-    out = torch.stack(outs, dim=2).flatten(2, 3)[:, :, :t]
-    return out.transpose(1, 2).to(dtype)
+        new = torch.baddbmm(values[n], reads[n], state, alpha=-1)
+        states.append(state)
+        news.append(new)
+        state = torch.baddbmm(state * last[n], keys[n], new)
+    grid = q.shape[:2]
+    out = q @ torch.stack(states, 1).unflatten(0, grid) + inner @ torch.stack(news, 1).unflatten(0, grid)
+    return out.flatten(2, 3)[:, :, :t].transpose(1, 2).to(dtype)
 
 
 def attention_before(w: Weights, h: Tensor, s: Shape) -> tuple[Tensor, ...]:
@@ -227,7 +232,7 @@ def ngram_rows(tokens: Tensor, s: Shape) -> Tensor:
         cut = cut | (previous == s.eos)
         mixed = mixed ^ (torch.where(cut, s.eos, previous) * s.multipliers[back])
         for i in range((back - 1) * s.heads_per_ngram, back * s.heads_per_ngram):
-            columns.append(mixed % s.head_sizes[i] + s.head_offsets[i])
+            columns += [mixed % s.head_sizes[i] + s.head_offsets[i]]
     return torch.stack(columns, dim=-1)
 
 

@@ -12,6 +12,9 @@ import json
 import lzma
 import math
 import time
+import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -49,28 +52,6 @@ def load(folder: Path) -> dict[str, Tensor]:
     for i in range(N_PARTS):
         out |= torch.load(folder / f"model.{i}.pt", map_location="cpu")
     return {name: value.float() for name, value in out.items()}
-
-
-def gpu_delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    return chunk_gated_delta_rule(q, k, v, decay, beta, use_qk_l2norm_in_kernel=True)[0]
-
-
-def check_delta_rule() -> None:
-    """fla-core against the plain version, values and gradients."""
-    g = torch.Generator(device="cuda").manual_seed(0)
-    q, k, v = (torch.randn(2, 256, 8, 64, device="cuda", generator=g).bfloat16().requires_grad_() for _ in range(3))
-    decay = -torch.rand(2, 256, 8, device="cuda", generator=g)
-    beta = torch.rand(2, 256, 8, device="cuda", generator=g).bfloat16()
-    results = []
-    for rule in (L.delta_rule, gpu_delta_rule):
-        out = rule(q, k, v, decay, beta)
-        grads = torch.autograd.grad((out.float() * v.detach().float()).sum(), (q, k, v))
-        results.append([out, *grads])
-    errors = [float((a - b).float().norm() / a.float().norm()) for a, b in zip(*results, strict=True)]
-    print("delta rule, fla against plain (out, dq, dk, dv):", [f"{e:.1e}" for e in errors], flush=True)
-    assert max(errors) < 2e-2
 
 
 def batches(tokens: Tensor, n: int, t: int, seed: int):
@@ -122,6 +103,14 @@ def evaluate(model: Model, held: Tensor, n: int, t: int, positions: Tensor) -> d
             "tokens": count * n * t, "expert_share": [[round(float(v), 4) for v in row] for row in share]}  # fmt: skip
 
 
+def warm_up(model: Model, window: Tensor, positions: Callable[[], Tensor]) -> None:
+    """Compiles the dense and the sparse form."""
+    for model.sparse in (False, True):
+        out = losses(model, window, positions())
+        (out["main"] + out["mtp"] + out["index"] + out["balance"]).backward()
+        print(f"warm, peak {torch.cuda.max_memory_allocated() / 2**30:.0f} GiB", flush=True)
+
+
 def main() -> None:
     a = argparse.ArgumentParser()
     a.add_argument("--out", type=Path, required=True)
@@ -139,13 +128,11 @@ def main() -> None:
     begun = time.time()
     torch.set_float32_matmul_precision("high")
     torch._dynamo.config.cache_size_limit = 64
-    check_delta_rule()
     train_tokens, held = load_tokens("train", "cuda"), load_tokens("held", "cuda")
     print(f"{len(train_tokens):,} training tokens, {len(held):,} held out", flush=True)
     s = with_hashes(Shape())
     model = Model(s, load(o.resume) if o.resume else first_values(s, o.seed), dtype=torch.bfloat16).cuda()
-    model.delta_rule = gpu_delta_rule
-    model.compile()
+    model.delta_rule = partial(L.delta_rule, chunk=128)
     optimiser = Optimiser(model.p)
     stream = batches(train_tokens, o.batch, o.context, o.seed)
     g = torch.Generator().manual_seed(o.seed)
@@ -155,10 +142,16 @@ def main() -> None:
         return (torch.arange(n_queries) * 16 + torch.randint(0, 16, (n_queries,), generator=g)).cuda()
 
     warm = next(batches(held, o.batch, o.context, 3))
-    for model.sparse in (False, True):  # compiles both forms before the clock starts
-        out = losses(model, warm, positions())
-        (out["main"] + out["mtp"] + out["index"] + out["balance"]).backward()
-        del out
+    plain = dict(model.f)
+    model.compile()
+    try:
+        warm_up(model, warm, positions)
+    except Exception:  # noqa: BLE001 - whatever the compiler raises, the plain functions do the same
+        traceback.print_exc()
+        model.f = plain
+        o.batch, o.accumulate = o.batch // 4, o.accumulate * 4
+        stream = batches(train_tokens, o.batch, o.context, o.seed)
+        print("not compiled", flush=True)
     for p in model.p.values():
         p.grad = None
     torch.cuda.synchronize()
