@@ -66,9 +66,9 @@ def test_items_of_a_header_add_up(cursor_of, monkeypatch):
     monkeypatch.setattr(cursor_module, "MAX_ITEMS", 15)
     cursor = cursor_of(bytes(80))
     cursor.claim(10, 8, "x")
-    cursor.claim(10, 8, "x", items=False)
-    with pytest.raises(UserError, match="more than 15 in one header"):
-        cursor.claim(6, 8, "x")
+    cursor.claim(10, 8, "x", weight=0)
+    with pytest.raises(UserError, match=r"x claims 2 entries, too many for one header \(at most 5\)"):
+        cursor.claim(2, 8, "x", weight=3)
 
 
 def test_a_header_has_a_largest_size(cursor_of, monkeypatch):

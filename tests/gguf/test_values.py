@@ -132,3 +132,11 @@ def test_absurd_lengths_in_a_file_with_room_for_them(tmp_path, kind):
     with open(path, "r+b") as file:
         file.truncate(100 << 30)
     refused(path, "key 'the.key'", "would make the header larger than 128 MiB")
+
+
+@pytest.mark.parametrize(("kind", "most"), [(ValueType.STRING, 1 << 22), (ValueType.ARRAY, 1 << 16)])
+def test_many_entries_in_a_file_with_room_for_them(tmp_path, kind, most):
+    path = write_value(tmp_path / "m.gguf", ValueType.ARRAY, E.pack("IQ", kind, most + 1))
+    with open(path, "r+b") as file:
+        file.truncate(100 << 30)
+    refused(path, f"key 'the.key' claims {most + 1} entries, too many for one header (at most {most})")

@@ -18,7 +18,11 @@ MAX_HEADER_BYTES = 128 << 20
 MAX_STRING_BYTES = 16 << 20
 """Longest single string; chat templates take some 10 KiB."""
 MAX_ITEMS = 1 << 22
-"""Most keys, tensors, strings and nested arrays in one header; a vocabulary of 250k has about 500k."""
+"""Most strings in one header; a vocabulary of 250k has about 500k. Bigger things count for more: ENTRY, ARRAY."""
+ENTRY = 16
+"""What a metadata key or a tensor counts for."""
+ARRAY = 64
+"""What an array in an array counts for."""
 
 U32 = struct.Struct("<I")
 U64 = struct.Struct("<Q")
@@ -45,10 +49,11 @@ class Cursor:
             )
         return fault(self.path, f"the file ends at byte {self.size}, inside {what}", at=self.pos, do=TRUNCATED)
 
-    def claim(self, count: int, item_bytes: int, what: str, *, items: bool = True) -> None:
+    def claim(self, count: int, item_bytes: int, what: str, *, weight: int = 1) -> None:
         """Checks that `count` things of at least `item_bytes` bytes can follow; raises UserError otherwise.
 
-        `items`: they become one Python object each, so they count against MAX_ITEMS.
+        `weight`: what each becomes in memory, in strings (0: numbers, no object each); the sum of all claims
+        of a header is at most MAX_ITEMS.
         """
         left = self.size - self.pos
         if count * item_bytes > left:
@@ -60,14 +65,13 @@ class Cursor:
             )
         if self.pos + count * item_bytes > self._end:
             raise self._past_end(what)
-        if items:
-            self._n_items += count
-            if self._n_items > MAX_ITEMS:
-                raise fault(
-                    self.path,
-                    f"{what} claims {count} entries, which makes more than {MAX_ITEMS} in one header",
-                    at=self.pos,
-                )
+        self._n_items += count * weight
+        if weight and self._n_items > MAX_ITEMS:
+            raise fault(
+                self.path,
+                f"{what} claims {count} entries, too many for one header (at most {MAX_ITEMS // weight})",
+                at=self.pos,
+            )
 
     def take(self, n_bytes: int, what: str) -> bytes:
         """The next `n_bytes` bytes."""

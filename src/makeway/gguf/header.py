@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from makeway.errors import UserError
-from makeway.gguf.cursor import Cursor
+from makeway.gguf.cursor import ENTRY, Cursor
 from makeway.gguf.faults import DAMAGED, TRUNCATED, fault, show
 from makeway.gguf.types import BLOCK_SIZES, GGMLType, row_bytes
 from makeway.gguf.values import Value, read_value, read_value_type
@@ -94,10 +94,10 @@ def parse_header(buffer: mmap.mmap, path: Path) -> Header:
     version = _read_version(cursor)
     n_tensors = cursor.u64("the number of tensors")
     n_keys = cursor.u64("the number of metadata keys")
-    cursor.claim(n_keys, _MIN_KEY_BYTES, "the metadata")
+    cursor.claim(n_keys, _MIN_KEY_BYTES, "the metadata", weight=ENTRY)
     metadata = _read_metadata(cursor, n_keys)
     alignment = _alignment(cursor.path, metadata)
-    cursor.claim(n_tensors, _MIN_TENSOR_BYTES, "the tensor list")
+    cursor.claim(n_tensors, _MIN_TENSOR_BYTES, "the tensor list", weight=ENTRY)
     entries = _read_entries(cursor, n_tensors)
     data_start = -(-cursor.pos // alignment) * alignment
     _check_layout(cursor, entries, alignment=alignment, data_start=data_start)

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from makeway.gguf.cursor import Cursor
+from makeway.gguf.cursor import ARRAY, Cursor
 from makeway.gguf.faults import DAMAGED, fault
 
 MAX_DEPTH = 8
@@ -96,11 +96,11 @@ def _read_array(cursor: Cursor, what: str, depth: int) -> Value:
     if kind is ValueType.STRING:
         return cursor.strings(count, what)
     if kind is ValueType.ARRAY:
-        cursor.claim(count, 12, what)  # type and length of each inner array
+        cursor.claim(count, 12, what, weight=ARRAY)  # type and length of each inner array
         return [_read_array(cursor, what, depth + 1) for _ in range(count)]
     at = cursor.pos
     dtype = np.dtype("<" + NUMBER_CODES[kind])
-    cursor.claim(count, dtype.itemsize, what, items=False)
+    cursor.claim(count, dtype.itemsize, what, weight=0)
     array: NDArray[Any] = np.frombuffer(cursor.take(count * dtype.itemsize, what), dtype)  # read-only
     if kind is ValueType.BOOL:
         if array.size and array.max() > 1:
