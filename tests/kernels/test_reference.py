@@ -29,6 +29,26 @@ def test_linear_is_right_and_blind_to_the_place_of_a_row(n_rows, n_cols):
     assert torch.equal(reference.linear(x[order], w), whole[order])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("n_threads", [1, 2])
+@pytest.mark.parametrize(
+    ("n_rows", "n_cols"), [(10240, 2560), (2560, 6144), (320, 10240), (4, 10240), (2560, 640), (1, 2560), (48, 2560)]
+)
+def test_linear_of_the_real_shapes_on_several_threads(n_rows, n_cols, n_threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(n_threads)
+    try:
+        w, _ = weight(n_rows, n_cols)
+        x = rows(37, n_cols)
+        whole = reference.linear(x, w)
+        for n in (1, 5):
+            assert torch.equal(torch.cat([reference.linear(x[i : i + n], w) for i in range(0, 37, n)]), whole)
+        one = torch.cat([reference.rms_norm(x[i : i + 1], x[0], 1e-6) for i in range(37)])
+        assert torch.equal(one, reference.rms_norm(x, x[0], 1e-6))
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_linear_decodes_piece_by_piece(monkeypatch):
     w, _ = weight(64, 32)
     x = rows(3, 32)
