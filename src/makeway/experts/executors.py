@@ -10,13 +10,20 @@ import torch
 
 from makeway.experts.routed import RoutedInput
 from makeway.experts.store import ExpertStore, used_experts
-from makeway.kernels import Ops
+from makeway.kernels import Ops, Weight
 
 
 class Experts(Protocol):
     """Adds the weighted outputs of the routed experts of `layer` to `moe.acc`, in place."""
 
     def __call__(self, layer: int, moe: RoutedInput) -> None: ...
+
+
+def add_expert(ops: Ops, moe: RoutedInput, expert: int, *, weights: tuple[Weight, Weight, Weight]) -> None:
+    """Run one expert (gate, up, down) on the rows that chose it and add its output, wherever the weights lie."""
+    rows, ranks = torch.nonzero(moe.ids == expert, as_tuple=True)
+    out = ops.expert_ffn(moe.x[rows], *weights)
+    moe.acc[rows] += moe.weights[rows, ranks][:, None] * out
 
 
 class DirectExperts:
@@ -29,6 +36,4 @@ class DirectExperts:
     def __call__(self, layer: int, moe: RoutedInput) -> None:
         experts = self._store.layers[layer]
         for expert in used_experts(moe.ids):
-            rows, ranks = torch.nonzero(moe.ids == expert, as_tuple=True)
-            out = self._ops.expert_ffn(moe.x[rows], *experts.of(expert))
-            moe.acc[rows] += moe.weights[rows, ranks][:, None] * out
+            add_expert(self._ops, moe, expert, weights=experts.of(expert))

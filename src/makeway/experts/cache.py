@@ -1,0 +1,129 @@
+"""The expert cache: copies of experts in slots of the arena, the table that names them, the policy that chooses.
+
+Owns which bytes lie in which slot, and the counters. Never authoritative: the store is the truth, a slot is a clean
+copy; never runs an expert (executors do).
+Hazard: slots are published only after their bytes are complete, and the view of the slots changes with every
+hand-over: `attach` the new one before anything is read or fetched.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from makeway.device import CpuDevice
+from makeway.errors import EngineFailed
+from makeway.experts.policies import Policy
+from makeway.experts.slots import NONE, SlotTable
+from makeway.experts.store import ExpertStore
+from makeway.kernels import Weight
+from makeway.memory.arena import View
+from makeway.memory.plan import MemoryPlan
+
+
+@dataclass
+class Counters:
+    """Totals since the start. hits, misses: routed experts, once per call of a layer. uploads: experts that were
+    published in a slot. evictions: published experts that gave up theirs to another. link_bytes: copied for experts.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    uploads: int = 0
+    evictions: int = 0
+    link_bytes: int = 0
+
+
+class ExpertCache:
+    """Slots as planned; layers are numbered as in the plan, which is the order of the store."""
+
+    def __init__(self, store: ExpertStore, plan: MemoryPlan, slots: View, *, policy: Policy, device: CpuDevice) -> None:
+        """`slots`: view of the decode layout's slots. Raises EngineFailed when plan, store and policy disagree."""
+        planned = [(layer.n_experts, layer.expert_bytes) for layer in plan.layers]
+        stored = [(layer.n_experts, layer.expert_bytes) for layer in store.layers[: len(planned)]]
+        if planned != stored:
+            raise EngineFailed(f"expert cache: planned for (experts, bytes) {planned}, the store has {stored}")
+        n_experts = plan.sizes.n_experts
+        if (policy.n_layers, policy.n_experts) != (len(planned), n_experts):
+            raise EngineFailed("expert cache: the policy is for another number of layers or experts")
+        self.store = store
+        self.plan = plan
+        self.policy = policy
+        self.device = device
+        self.table = SlotTable(
+            len(planned), n_experts, n_slots=plan.n_slots, n_spares_per_set=plan.request.uploads_per_layer
+        )
+        self.counters = Counters()
+        self._slots = slots
+
+    @property
+    def nbytes(self) -> int:
+        """Host bytes of the table; the slots belong to the arena."""
+        return self.table.nbytes
+
+    def attach(self, slots: View) -> None:
+        """From now on slots are reached through this view: all of them, or those a prefill keeps."""
+        if slots.region.offset != self.plan.decode.slots.offset:
+            raise EngineFailed(f"expert cache: {slots.region.name!r} does not start where the slots do")
+        self._slots = slots
+
+    def slot_bytes(self, layer: int, slot: int) -> Tensor:
+        """The slot's bytes, u8 [expert bytes]. Raises EngineFailed when the slot is not in the attached view."""
+        offset = self.plan.decode.slot_offset(layer, slot) - self._slots.region.offset
+        end = offset + self.store.layers[layer].expert_bytes
+        if end > self._slots.region.n_bytes:
+            raise EngineFailed(f"expert cache: slot {slot} of layer {layer} is not in {self._slots.region.name!r}")
+        return self._slots.tensor[offset:end]
+
+    def weights_of(self, layer: int, slot: int) -> tuple[Weight, Weight, Weight]:
+        """gate, up, down of the expert in a slot, in place."""
+        return self.weights_in(layer, self.slot_bytes(layer, slot))
+
+    def weights_in(self, layer: int, room: Tensor) -> tuple[Weight, Weight, Weight]:
+        """gate, up, down of an expert of `layer` that lies in `room`, u8 [expert bytes], in place."""
+        parts = self.store.layers[layer]
+        out, at = [], 0
+        for part in (parts.gate, parts.up, parts.down):
+            raw = room[at : at + part.expert_bytes].view(part.raw.shape[1:])
+            out.append(Weight(raw, part.type, part.n_cols))
+            at += part.expert_bytes
+        return out[0], out[1], out[2]
+
+    def fetch(self, layer: int, expert: int, room: Tensor) -> tuple[Weight, Weight, Weight]:
+        """Copy an expert from the store into `room`, u8 [expert bytes]; its matrices there."""
+        weights = self.weights_in(layer, room)
+        for target, source in zip(weights, self.store.layers[layer].of(expert), strict=True):
+            self.device.copy(target.raw, source.raw)
+        self.counters.link_bytes += room.numel()
+        return weights
+
+    def restore(self, layers: Sequence[int], experts: Sequence[int]) -> int:
+        """Fill free slots with experts, first wishes first, and publish them; returns how many found room."""
+        chosen = [
+            (layer, slot, expert)
+            for layer, slot, expert in zip(layers, self.table.assign(layers, experts).tolist(), experts, strict=True)
+            if slot != NONE
+        ]
+        if not chosen:
+            return 0
+        at_layers, at_slots, of_experts = (list(column) for column in zip(*chosen, strict=True))
+        self.table.fill(at_layers, at_slots, of_experts)
+        for layer, slot, expert in chosen:
+            self.fetch(layer, expert, self.slot_bytes(layer, slot))
+        self.table.publish(at_layers, at_slots)
+        self.counters.uploads += len(chosen)
+        return len(chosen)
+
+    def audit(self) -> None:
+        """Compare the table's invariants and every published slot's bytes with the store. Raises EngineFailed."""
+        self.table.audit_all()
+        for layer, experts in enumerate(self.table.slot_of.tolist()):
+            for expert, slot in enumerate(experts):
+                if slot == NONE:
+                    continue
+                pairs = zip(self.weights_of(layer, slot), self.store.layers[layer].of(expert), strict=True)
+                if not all(torch.equal(cached.raw, truth.raw) for cached, truth in pairs):
+                    raise EngineFailed(
+                        f"expert cache: slot {slot} of layer {layer} is not expert {expert} of the store"
+                    )

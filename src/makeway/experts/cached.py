@@ -1,0 +1,123 @@
+"""The executor of decode: hits run from their slots, misses are fetched, and the policy follows one step behind.
+
+Owns what the last two steps routed and which spares they filled. Never waits for the policy: a step's misses are kept
+or dropped after the step behind it, and only what is published is ever a hit.
+Hazard: `end_step` closes a step and `settle` must come before slots are lent, or a kept spare would be lost.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from makeway.errors import EngineFailed
+from makeway.experts.cache import ExpertCache
+from makeway.experts.executors import add_expert
+from makeway.experts.routed import RoutedInput
+from makeway.experts.slots import NONE
+from makeway.experts.store import used_experts
+from makeway.kernels import Ops, Weight
+from makeway.memory.arena import View
+
+Weights = tuple[Weight, Weight, Weight]
+
+
+@dataclass
+class _Step:
+    """What one step routed, ids by layer, and the experts in its spare set [layers, spares], -1 none."""
+
+    spare_set: int
+    fetched: NDArray[np.int32]
+    routed: dict[int, list[NDArray[np.int64]]] = field(default_factory=dict)
+
+
+class CachedExperts:
+    """Call layers in any order, any number of times; then `end_step`. Ids of -1 are padding."""
+
+    def __init__(self, cache: ExpertCache, ops: Ops, *, transient: View) -> None:
+        """`transient`: room for misses that take no spare. Raises EngineFailed when it holds no expert."""
+        if transient.region.n_bytes < cache.plan.sizes.stride_bytes:
+            raise EngineFailed(f"{transient.region.name!r} has no room for one expert")
+        self._cache = cache
+        self._ops = ops
+        self._transient = transient
+        table = cache.table
+        self._wanted = cache.policy.wanted(table.is_published(), n_free=table.n_free())
+        self._late: _Step | None = None
+        self._step = self._new_step(0)
+
+    def __call__(self, layer: int, moe: RoutedInput) -> None:
+        cache, step = self._cache, self._step
+        step.routed.setdefault(layer, []).append(moe.ids.cpu().numpy().reshape(-1))
+        slots = cache.table.slot_of[layer].tolist()
+        room = self._transient.tensor
+        n_bytes, stride = cache.store.layers[layer].expert_bytes, cache.plan.layers[layer].stride_bytes
+        ready: list[tuple[int, Weights]] = []  # one round: experts whose bytes are all in VRAM
+        at = 0
+        for expert in used_experts(moe.ids):
+            if expert < 0:
+                continue
+            if slots[expert] != NONE:
+                cache.counters.hits += 1
+                ready.append((expert, cache.weights_of(layer, slots[expert])))
+                continue
+            cache.counters.misses += 1
+            spare = self._take_spare(layer, expert)
+            if spare != NONE:
+                target = cache.slot_bytes(layer, spare)
+            else:
+                if at + n_bytes > room.numel():
+                    self._run(moe, ready)
+                    ready, at = [], 0
+                target = room[at : at + n_bytes]
+                at += stride
+            ready.append((expert, cache.fetch(layer, expert, target)))
+        self._run(moe, ready)
+
+    def end_step(self) -> None:
+        """The step is complete: decide about the one before it, whose spare set the next step fills again."""
+        self._decide()
+        self._late, self._step = self._step, self._new_step(1 - self._step.spare_set)
+
+    def settle(self) -> None:
+        """Between steps: decide about the last one now, so that nothing waits when slots are lent."""
+        if self._step.routed:
+            raise EngineFailed("experts settle between steps, and a step is open")
+        self._decide()
+
+    def _run(self, moe: RoutedInput, ready: list[tuple[int, Weights]]) -> None:
+        for expert, weights in ready:
+            add_expert(self._ops, moe, expert, weights=weights)
+
+    def _take_spare(self, layer: int, expert: int) -> int:
+        """A spare of this step for a wanted miss, or -1; an expert takes at most one."""
+        step, table = self._step, self._cache.table
+        fetched = step.fetched[layer]
+        free = np.flatnonzero(fetched == NONE)
+        if not self._wanted[layer, expert] or free.size == 0 or expert in fetched:
+            return NONE
+        slot = int(table.spares[step.spare_set, layer, free[0]])
+        table.fill(layer, slot, expert)
+        fetched[free[0]] = expert
+        return slot
+
+    def _decide(self) -> None:
+        """Show the late step to the policy, publish what it keeps, and take the next wanted bitmap."""
+        if self._late is None:
+            return
+        late, self._late = self._late, None
+        policy, table, counters = self._cache.policy, self._cache.table, self._cache.counters
+        routed = {layer: np.concatenate(parts) for layer, parts in late.routed.items()}
+        ids = np.full((table.n_layers, max((r.size for r in routed.values()), default=0)), NONE, dtype=np.int64)
+        for layer, row in routed.items():
+            ids[layer, : row.size] = row
+        policy.observe(ids)
+        kept = policy.decide(late.fetched, table.is_published(), n_free=table.n_free())
+        table.keep(late.spare_set, kept.layers, kept.spares, victims=kept.victims)
+        counters.uploads += kept.layers.size
+        counters.evictions += int((kept.victims != NONE).sum())
+        self._wanted = policy.wanted(table.is_published(), n_free=table.n_free())
+
+    def _new_step(self, spare_set: int) -> _Step:
+        table = self._cache.table
+        return _Step(spare_set, np.full((table.n_layers, table.n_spares_per_set), NONE, dtype=np.int32))

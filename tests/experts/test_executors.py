@@ -1,0 +1,190 @@
+"""Where an expert's bytes lie changes no bit, and exactly the planned bytes cross the link."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from makeway.engine.prefill import Sweep
+from makeway.errors import EngineFailed
+from makeway.experts.executors import DirectExperts
+from makeway.experts.policies import RANKINGS, Gate
+from makeway.experts.routed import RoutedInput
+from makeway.kernels import REFERENCE
+from tests.conftest import golden_path
+from tests.experts.rig import FILES, Rig, decode
+from tests.models.runner import Runner
+
+PROMPT = [(7 * i + 3) % 90 for i in range(20)]
+N_STEPS = 6
+
+
+def prefill(runner, experts, tokens=PROMPT, chunk=7):
+    """A sweep of a new sequence; returns the sequence and the logits of all its rows."""
+    sequence = runner.sequence()
+    sequence.reserve(len(tokens))
+    residual = Sweep(runner.model, experts, sequence=sequence, tokens=tokens, chunk=chunk).run()
+    return sequence, runner.model.head(residual)
+
+
+@cache
+def direct(file):
+    """Prompt logits, greedy tokens and step logits of direct experts, and the routed ids of the prompt by layer."""
+    runner = Runner(golden_path(file))
+    sequence, prompt = prefill(runner, runner.experts)
+    ids = {layer: np.concatenate(calls) for layer, calls in runner.experts.ids.items()}
+    plain = DirectExperts(runner.model.store, REFERENCE)
+    tokens, logits = decode(runner, plain, sequence, token=int(prompt[-1].argmax()), n_steps=N_STEPS)
+    return prompt, tokens, logits, ids
+
+
+def slots_of(name, file):
+    n_experts = Runner(golden_path(file)).facts.n_experts
+    return {"0": 0, "1": 1, "few": max(2, n_experts // 3), "all": n_experts}[name]
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("policy", RANKINGS)
+@pytest.mark.parametrize("slots", ["0", "1", "few", "all"])
+def test_slots_and_policy_change_no_bit(file, policy, slots):
+    prompt, tokens, logits, _ = direct(file)
+    n_slots = slots_of(slots, file)
+    rig = Rig(file, slots=n_slots, policy=policy)
+    rig.restore(n_slots // 2)
+    piece = {"0": 1, "1": 3, "few": 3, "all": rig.plan.sizes.n_experts}[slots]
+    sequence, rows = prefill(rig.runner, rig.streamed(piece=piece, copies_all=True))
+    assert torch.equal(rows, prompt)
+    experts = rig.cached(n_transient=2)
+    got = decode(
+        rig.runner, experts, sequence, token=int(rows[-1].argmax()), n_steps=N_STEPS, end_step=experts.end_step
+    )
+    assert got[0] == tokens
+    assert torch.equal(got[1], logits)
+    experts.settle()
+    rig.cache.audit()
+    assert (rig.cache.table.n_published > 0) == (n_slots > 0)
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("copies_all", [True, False])
+@pytest.mark.parametrize("piece", [1, 3, "all"])
+@pytest.mark.parametrize("chunk", [1, 1000])
+def test_a_sweep_moves_each_expert_that_is_not_resident_once(file, copies_all, piece, chunk):
+    prompt, _, _, ids = direct(file)
+    rig = Rig(file, slots=slots_of("few", file))
+    rig.restore(3)
+    piece = rig.plan.sizes.n_experts if piece == "all" else piece
+    experts = rig.streamed(piece=piece, copies_all=copies_all, buffers=1 if chunk == 1 else 2)
+    rig.device.sources.clear()
+    before, tally = rig.cache.counters.link_bytes, rig.device.tally
+    table, hits = rig.cache.table.slot_of.copy(), 0
+    expected, sources = 0, set()
+    for layer, store in enumerate(rig.layers[: rig.runner.facts.n_layers]):
+        used = set(ids[layer].reshape(-1).tolist())
+        hits += sum(table[layer, e] >= 0 for e in used)
+        for expert in range(store.n_experts) if copies_all else used:
+            if table[layer, expert] < 0:
+                expected += store.expert_bytes
+                sources |= {w.raw.data_ptr() for w in store.of(expert)}
+    _, rows = prefill(rig.runner, experts, chunk=chunk)
+    assert torch.equal(rows, prompt)
+    assert rig.device.tally - tally == expected
+    assert rig.cache.counters.link_bytes - before == expected == rig.device.link_bytes - tally
+    assert rig.device.sources == dict.fromkeys(sources, 1), "kept experts are not copied, the others once"
+    assert rig.cache.counters.hits == hits
+    assert np.array_equal(rig.cache.table.slot_of, table), "a sweep leaves the cache as it was"
+    rig.cache.audit()
+
+
+def test_a_sweep_beside_half_of_the_slots():
+    file = FILES[2]
+    rig = Rig(file, slots=6)
+    rig.restore(6)
+    assert rig.cache.table.n_published == 6 * len(rig.layers)
+    lent = rig.cache.table.lend(3)
+    assert lent.experts.size == 3 * len(rig.layers)
+    _, rows = prefill(rig.runner, rig.streamed(piece=3, copies_all=False, n_kept=3))
+    assert torch.equal(rows, direct(file)[0])
+    with pytest.raises(EngineFailed, match="slot 3 of layer 0 is not in 'kept slots'"):
+        rig.cache.weights_of(0, 3)
+    rig.cache.audit()
+
+
+def test_an_executor_of_another_layout_raises():
+    rig = Rig(FILES[2], slots=4)
+    streamed = rig.streamed(piece=1, copies_all=True)
+    cached = rig.cached()
+    with pytest.raises(EngineFailed, match="published is"):
+        prefill(rig.runner, streamed)
+    rig.streamed(piece=1, copies_all=True)
+    with pytest.raises(EngineFailed, match="published is"):
+        prefill(rig.runner, cached)
+
+
+def routed(rig, ids, seed):
+    """Input of the experts with given ids [n, k]; padding rows have ids of -1."""
+    made = torch.Generator().manual_seed(seed)
+    hidden = rig.layers[0].gate.n_cols
+    n, k = ids.shape
+    weights = torch.rand((n, k), generator=made) * (ids >= 0)
+    x, acc = torch.randn((n, hidden), generator=made), torch.randn((n, hidden), generator=made)
+    return RoutedInput(x=x, ids=ids, weights=weights, acc=acc)
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfru"])
+@pytest.mark.parametrize("gate", [Gate(1, 4), Gate(2, 8)])
+def test_hits_and_misses_equal_a_recount(policy, gate):
+    """Every step: hits are what was published before it, each other expert crosses once; a late policy publishes."""
+    rig = Rig(FILES[1], slots=4, policy=policy, gate=gate)
+    experts = rig.cached(n_transient=1)
+    draw, counters = np.random.default_rng(5), rig.cache.counters
+    hits = misses = n_bytes = 0
+    for step in range(40):
+        table = rig.cache.table.slot_of.copy()
+        for layer, store in enumerate(rig.layers):
+            ids = torch.from_numpy(draw.zipf(1.5, size=(4, 3)) % store.n_experts)
+            ids[3] = -1 if step % 2 else ids[3]
+            moe, plain = routed(rig, ids, step), routed(rig, ids, step)
+            valid = plain.ids[:, 0] >= 0
+            inner = RoutedInput(plain.x[valid], plain.ids[valid], plain.weights[valid], plain.acc[valid])
+            DirectExperts(rig.cache.store, REFERENCE)(layer, inner)
+            plain.acc[valid] = inner.acc
+            experts(layer, moe)
+            assert torch.equal(moe.acc, plain.acc)
+            used = {int(e) for e in ids.reshape(-1) if e >= 0}
+            here = sum(table[layer, e] >= 0 for e in used)
+            hits, misses = hits + here, misses + len(used) - here
+            n_bytes += (len(used) - here) * store.expert_bytes
+        assert np.array_equal(rig.cache.table.slot_of, table), "nothing is published inside a step"
+        experts.end_step()
+        assert (counters.hits, counters.misses) == (hits, misses)
+        assert counters.link_bytes == rig.device.tally == n_bytes, "keeping a spare copies nothing"
+        assert counters.uploads - counters.evictions == rig.cache.table.n_published
+        rig.cache.audit()
+    assert hits > 0
+    assert counters.evictions > 0
+
+
+def test_settle_decides_at_once_and_refuses_an_open_step():
+    rig = Rig(FILES[2], slots=4)
+    experts = rig.cached()
+    experts(0, routed(rig, torch.tensor([[0, 1]]), 0))
+    with pytest.raises(EngineFailed, match="a step is open"):
+        experts.settle()
+    experts.end_step()
+    assert rig.cache.table.n_published == 0, "the policy is one step late"
+    experts.settle()
+    assert rig.cache.table.slot_of[0, :2].min() >= 0
+    before = rig.device.tally
+    experts(0, routed(rig, torch.tensor([[0, 1]]), 1))
+    assert rig.device.tally == before
+    assert rig.cache.counters.hits == 2
+
+
+def test_executors_need_room_for_one_expert():
+    rig = Rig(FILES[2], slots=4)
+    with pytest.raises(EngineFailed, match="has no room for one expert"):
+        rig.cached(n_transient=0)
+    with pytest.raises(EngineFailed, match="a piece of 3 experts does not fit"):
+        rig.streamed(piece=3, copies_all=True, buffers=0)
