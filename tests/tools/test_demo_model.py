@@ -111,3 +111,32 @@ def test_export_has_the_keys_and_tensors_of_the_golden_file(tmp_path, monkeypatc
     ours = gguf.GGUFReader(path).fields
     assert {k for k in theirs if not k.startswith("tokenizer")} <= set(ours)
     assert all(ours[k].types == theirs[k].types for k in theirs if k.startswith("qwen4exp."))
+
+
+def test_the_shipped_file_knows_the_held_out_text():
+    from gguf import GGUFReader
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tools.demo_model.tokens import PATTERN
+
+    path = golden("heldout.txt").parent.parent.parent / "src" / "makeway" / "data" / "demo.gguf"
+    assert path.stat().st_size < 20_000_000
+    fields = GGUFReader(path).fields
+    names = fields["tokenizer.ggml.tokens"].contents()
+    merges = [tuple(m.split(" ")) for m in fields["tokenizer.ggml.merges"].contents()]
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, merges))
+    split = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    text = golden("heldout.txt").read_text()
+    tokens = torch.tensor(tokenizer.encode(text).ids[:768])[None]
+    shape, tensors = read_gguf(path)
+    assert (shape.n_layers, shape.n_experts, shape.budget, shape.context) == (8, 32, 512, 4096)
+    model, side = Model(shape, tensors), Side()
+    with torch.no_grad():
+        h = model.trunk(tokens, side, NO_POSITIONS)
+        logits = model.logits(h)[0]
+        draft = model.logits(model.mtp(tokens, h, side, NO_POSITIONS), mtp=True)[0]
+    loss = torch.nn.functional.cross_entropy(logits[:-1], tokens[0, 1:])
+    assert loss.exp() < 40
+    assert (draft.argmax(-1) == logits.argmax(-1))[8:].float().mean() > 0.55

@@ -10,10 +10,10 @@ import argparse
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
-
 from gguf import GGMLQuantizationType as T
 from gguf import GGUFValueType, GGUFWriter
+from tokenizers import Tokenizer
+
 from tools.demo_model.quantise import quantise
 from tools.demo_model.shape import Shape, with_hashes
 from tools.demo_model.tokens import DATA, SPECIAL

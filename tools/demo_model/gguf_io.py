@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gguf import GGUFReader
 from gguf.quants import dequantize
 from torch import Tensor
 
-from gguf import GGUFReader
 from tools.demo_model.shape import Shape
 
 

@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 

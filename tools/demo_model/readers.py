@@ -98,8 +98,13 @@ def good(text: str, kind: str) -> bool:
 
 def documents(source: Source, folder: Path) -> Iterator[tuple[str, str]]:
     """(path inside the package, text) of every usable file, in path order."""
-    suffixes = {"html": (".html", ".htm", ".en", ".page"), "text": (".txt", ".gz"), "python": (".py",), "dict": (".dz",),
-                "factbook": (".json",)}[source.kind]  # fmt: skip
+    suffixes = {
+        "html": (".html", ".htm", ".en", ".page"),
+        "text": (".txt", ".gz"),
+        "python": (".py",),
+        "dict": (".dz",),
+        "factbook": (".json",),
+    }[source.kind]
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         if path.is_symlink() or not path.is_file() or path.suffix not in suffixes or source.under not in f"/{name}":

@@ -79,7 +79,7 @@ def evaluate(model: Model, held: Tensor, n: int, t: int, positions: Tensor) -> d
     """Held-out loss, acceptance of three chained drafts against the trunk's own choice, use of the experts."""
     sums, used, count = np.zeros(3), 0.0, 0
     hits, tries = np.zeros(3), np.zeros(3)
-    for window in [w for w, _ in zip(batches(held, n, t, 7), range(max(1, len(held) // (n * t) - 1)), strict=False)]:
+    for window in [w for w, _ in zip(batches(held, n, t, 7), range(max(1, len(held) // (n * t))), strict=False)]:
         out = losses(model, window, positions)
         sums += [float(out[k].detach()) for k in ("main", "mtp", "index")]
         used = used + torch.stack(out["side"].used).detach()

@@ -22,8 +22,13 @@ from tools.demo_model.quantise import Llama
 from tools.demo_model.tokens import DATA
 
 NONE = torch.empty(0, dtype=torch.int64)
-PROMPTS = ["The database server", "def read_file(path):\n    ", "Anarchists argue that", "import os\nimport sys\n\n\nclass ",
-           "The following example shows how to"]  # fmt: skip
+PROMPTS = [
+    "The database server",
+    "def read_file(path):\n    ",
+    "Anarchists argue that",
+    "import os\nimport sys\n\n\nclass",
+    "The following example shows how to",
+]
 
 
 def loss_of(logits: np.ndarray, labels: np.ndarray) -> float:
@@ -43,7 +48,7 @@ def torch_logits(path: Path, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 @torch.no_grad()
-def sample(path: Path, prompt: str, n: int = 90, temperature: float = 0.6) -> str:
+def sample(path: Path, prompt: str, n: int = 90, temperature: float = 0.8) -> str:
     shape, tensors = read_gguf(path)
     model, tokenizer = Model(shape, tensors), Tokenizer.from_file(str(DATA / "tokenizer.json"))
     ids, g = tokenizer.encode(prompt).ids, torch.Generator().manual_seed(0)
