@@ -101,7 +101,7 @@ def card(runs: list[Path], checks: list[Path], samples: Path) -> None:
     stages = []
     for i, log in enumerate(logs):
         options = " ".join(f"--{k} {v}" for k, v in log["options"].items() if k not in ("out", "resume", "limit"))
-        resume = f" --resume RUN{i}" if i else ""
+        resume = f" --resume {log['options']['resume']}" if i else ""
         one = log["result"]
         stages.append(
             f"{i + 1}. `python -m tools.demo_model.train --out RUN{i + 1}{resume} {options}`: {one['seconds']} s, {one['steps']:,} steps, "

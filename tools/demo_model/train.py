@@ -48,6 +48,11 @@ def save(tensors: dict[str, Tensor], folder: Path) -> None:
 
 
 def load(folder: Path) -> dict[str, Tensor]:
+    """From a run's folder, or from a GGUF file (whose quantised values then are the start)."""
+    if folder.suffix == ".gguf":
+        from tools.demo_model.gguf_io import read_gguf
+
+        return read_gguf(folder)[1]
     out: dict[str, Tensor] = {}
     for i in range(N_PARTS):
         out |= torch.load(folder / f"model.{i}.pt", map_location="cpu")
