@@ -1,5 +1,6 @@
 """A slot is a clean copy of the store, and the audit sees when it is not."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -39,6 +40,26 @@ def test_restore_fills_what_is_free_in_order():
     assert rig.cache.restore([0, 1], [5, 5]) == 0, "published already"
     assert rig.device.tally == expected
     assert rig.cache.nbytes == rig.cache.table.nbytes
+
+
+def test_lending_keeps_the_hottest_and_moves_nothing_over_the_link():
+    rig = Rig(FILES[2], slots=4, policy="lfu-decay")
+    n_layers = len(rig.layers)
+    rig.restore(4)  # experts 0, 2, 4, 6 in slots 0..3
+    counts = np.zeros((n_layers, rig.plan.sizes.n_experts), dtype=np.float32)
+    counts[:, [0, 2, 4, 6]] = [1, 4, 2, 3]
+    rig.policy.observe_prompt(counts)
+    tally = rig.device.tally
+    lost = rig.cache.lend(2)
+    assert lost.tolist() == [[layer, expert] for layer in range(n_layers) for expert in (0, 4)]
+    assert rig.device.tally == tally
+    for layer in range(n_layers):
+        assert rig.cache.table.slot_of[layer, [2, 6]].tolist() == [1, 0], "the coldest gave way to expert 6"
+    rig.cache.audit()
+    rig.cache.table.take_back()
+    assert rig.cache.restore(lost[:, 0].tolist(), lost[:, 1].tolist()) == 2 * n_layers
+    assert rig.device.tally - tally == 2 * sum(layer.expert_bytes for layer in rig.layers)
+    rig.cache.audit()
 
 
 def test_the_audit_sees_one_wrong_byte():

@@ -1,5 +1,6 @@
 """Where an expert's bytes lie changes no bit, and exactly the planned bytes cross the link."""
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -11,6 +12,7 @@ from makeway.errors import EngineFailed
 from makeway.experts.executors import DirectExperts
 from makeway.experts.policies import RANKINGS, Gate
 from makeway.experts.routed import RoutedInput
+from makeway.experts.streamed import StreamedExperts
 from makeway.kernels import REFERENCE
 from tests.conftest import golden_path
 from tests.experts.rig import FILES, Rig, decode
@@ -102,8 +104,7 @@ def test_a_sweep_beside_half_of_the_slots():
     rig = Rig(file, slots=6)
     rig.restore(6)
     assert rig.cache.table.n_published == 6 * len(rig.layers)
-    lent = rig.cache.table.lend(3)
-    assert lent.experts.size == 3 * len(rig.layers)
+    assert len(rig.cache.lend(3)) == 3 * len(rig.layers)
     _, rows = prefill(rig.runner, rig.streamed(piece=3, copies_all=False, n_kept=3))
     assert torch.equal(rows, direct(file)[0])
     with pytest.raises(EngineFailed, match="slot 3 of layer 0 is not in 'kept slots'"):
@@ -164,6 +165,78 @@ def test_hits_and_misses_equal_a_recount(policy, gate):
         rig.cache.audit()
     assert hits > 0
     assert counters.evictions > 0
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_slots_lent_by_the_plan_come_back(file):
+    """Decode, lend, sweep with the plan's own prefill layout, take back, restore: three times, bits and bytes hold."""
+    prompt, tokens, logits, _ = direct(file)
+    rig = Rig(file, slots=slots_of("few", file))
+    for n_kept in (rig.plan.decode.n_ranks, 1, 0):
+        lending = replace(rig.plan.lend_for(len(PROMPT)), n_kept=n_kept)
+        layout = rig.plan.prefill_layout(lending)
+        lent = rig.cache.lend(n_kept)
+        kept, ring, *_ = rig.arena.layout(layout.regions)
+        rig.cache.attach(kept)
+        experts = StreamedExperts(
+            rig.cache, REFERENCE, ring=ring, piece_experts=layout.piece_experts, copies_all=lending.copies_all
+        )
+        ring.tensor.fill_(255)
+        sequence, rows = prefill(rig.runner, experts)
+        assert torch.equal(rows, prompt)
+        rig.cache.audit()
+        cached = rig.cached()
+        rig.cache.table.take_back()
+        assert rig.cache.restore(lent[:, 0].tolist(), lent[:, 1].tolist()) == len(lent)
+        got = decode(
+            rig.runner, cached, sequence, token=int(rows[-1].argmax()), n_steps=N_STEPS, end_step=cached.end_step
+        )
+        assert got[0] == tokens
+        assert torch.equal(got[1], logits)
+        cached.settle()
+        rig.cache.audit()
+        sequence.close()
+    assert rig.cache.table.n_published > 0
+
+
+def test_a_layer_that_runs_twice_in_a_step_takes_one_spare():
+    """As the MTP block does when it drafts more than one token."""
+    rig = Rig(FILES[2], slots=4)
+    experts, store = rig.cached(), rig.cache.store
+    for step in range(3):
+        for turn in range(2):
+            moe, plain = (routed(rig, torch.tensor([[3, 1], [1, 5]]), 10 * step + turn) for _ in range(2))
+            experts(2, moe)
+            DirectExperts(store, REFERENCE)(2, plain)
+            assert torch.equal(moe.acc, plain.acc)
+        experts.end_step()
+    experts.settle()
+    rig.cache.audit()
+    assert rig.cache.table.slot_of[2, [1, 3]].min() >= 0
+
+
+def test_a_copy_that_fails_is_never_published():
+    rig = Rig(FILES[2], slots=4)
+    experts = rig.cached()
+    good, copies = rig.device.copy, []
+
+    def failing(target, source):
+        copies.append(source)
+        if len(copies) == 5:  # the second matrix of the second expert
+            raise EngineFailed("the link is down")
+        good(target, source)
+
+    rig.device.copy = failing
+    with pytest.raises(EngineFailed, match="link is down"):
+        experts(0, routed(rig, torch.tensor([[4, 2]]), 0))
+    experts.end_step()
+    experts.settle()
+    assert np.flatnonzero(rig.cache.table.slot_of[0] >= 0).tolist() == [2]
+    copies.clear()
+    with pytest.raises(EngineFailed, match="link is down"):
+        rig.cache.restore([1, 1], [0, 1])
+    assert rig.cache.table.slot_of[1].max() == -1
+    rig.cache.audit()
 
 
 def test_settle_decides_at_once_and_refuses_an_open_step():

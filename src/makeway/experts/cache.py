@@ -9,7 +9,9 @@ hand-over: `attach` the new one before anything is read or fetched.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from makeway.device import CpuDevice
@@ -114,6 +116,21 @@ class ExpertCache:
         self.table.publish(at_layers, at_slots)
         self.counters.uploads += len(chosen)
         return len(chosen)
+
+    def lend(self, n_kept: int) -> NDArray[np.int64]:
+        """Ranks >= `n_kept` of every layer leave the cache; the hottest experts first move into the ranks that stay.
+
+        Moves stay inside the arena: nothing crosses the link. Returns [n, 2] (layer, expert): who lost a slot.
+        """
+        table = self.table
+        before = table.is_published()
+        moves = table.moves_before_lending(n_kept, self.policy.heat())
+        table.unpublish_targets(moves)
+        for layer, source, target in zip(moves.layers, moves.sources, moves.targets, strict=True):
+            self.slot_bytes(int(layer), int(target)).copy_(self.slot_bytes(int(layer), int(source)))
+        table.publish(moves.layers, moves.targets)
+        table.lend(n_kept)
+        return np.argwhere(before & ~table.is_published())
 
     def audit(self) -> None:
         """Compare the table's invariants and every published slot's bytes with the store. Raises EngineFailed."""

@@ -62,16 +62,14 @@ class CachedExperts:
                 ready.append((expert, cache.weights_of(layer, slots[expert])))
                 continue
             cache.counters.misses += 1
-            spare = self._take_spare(layer, expert)
-            if spare != NONE:
-                target = cache.slot_bytes(layer, spare)
-            else:
+            weights = self._fetch_into_spare(layer, expert)
+            if weights is None:
                 if at + n_bytes > room.numel():
                     self._run(moe, ready)
                     ready, at = [], 0
-                target = room[at : at + n_bytes]
+                weights = cache.fetch(layer, expert, room[at : at + n_bytes])
                 at += stride
-            ready.append((expert, cache.fetch(layer, expert, target)))
+            ready.append((expert, weights))
         self._run(moe, ready)
 
     def end_step(self) -> None:
@@ -89,17 +87,18 @@ class CachedExperts:
         for expert, weights in ready:
             add_expert(self._ops, moe, expert, weights=weights)
 
-    def _take_spare(self, layer: int, expert: int) -> int:
-        """A spare of this step for a wanted miss, or -1; an expert takes at most one."""
-        step, table = self._step, self._cache.table
+    def _fetch_into_spare(self, layer: int, expert: int) -> Weights | None:
+        """A wanted miss goes to a spare of this step, at most once; None when it must go to the transient region."""
+        step, cache = self._step, self._cache
         fetched = step.fetched[layer]
         free = np.flatnonzero(fetched == NONE)
         if not self._wanted[layer, expert] or free.size == 0 or expert in fetched:
-            return NONE
-        slot = int(table.spares[step.spare_set, layer, free[0]])
-        table.fill(layer, slot, expert)
-        fetched[free[0]] = expert
-        return slot
+            return None
+        slot = int(cache.table.spares[step.spare_set, layer, free[0]])
+        cache.table.fill(layer, slot, expert)
+        weights = cache.fetch(layer, expert, cache.slot_bytes(layer, slot))
+        fetched[free[0]] = expert  # only now: a spare whose copy failed is never kept
+        return weights
 
     def _decide(self) -> None:
         """Show the late step to the policy, publish what it keeps, and take the next wanted bitmap."""
