@@ -147,10 +147,7 @@ def test_hits_and_misses_equal_a_recount(policy, gate):
             ids = torch.from_numpy(draw.zipf(1.5, size=(4, 3)) % store.n_experts)
             ids[3] = -1 if step % 2 else ids[3]
             moe, plain = routed(rig, ids, step), routed(rig, ids, step)
-            valid = plain.ids[:, 0] >= 0
-            inner = RoutedInput(plain.x[valid], plain.ids[valid], plain.weights[valid], plain.acc[valid])
-            DirectExperts(rig.cache.store, REFERENCE)(layer, inner)
-            plain.acc[valid] = inner.acc
+            DirectExperts(rig.cache.store, REFERENCE)(layer, plain)
             experts(layer, moe)
             assert torch.equal(moe.acc, plain.acc)
             used = {int(e) for e in ids.reshape(-1) if e >= 0}
@@ -253,6 +250,27 @@ def test_settle_decides_at_once_and_refuses_an_open_step():
     experts(0, routed(rig, torch.tensor([[0, 1]]), 1))
     assert rig.device.tally == before
     assert rig.cache.counters.hits == 2
+
+
+def test_pieces_take_turns_in_the_ring():
+    """The next piece is copied beside the one that computes, never over it."""
+    rig = Rig(FILES[2], slots=0)
+    experts = rig.streamed(piece=3, copies_all=True, buffers=2)
+    good, targets = rig.device.copy, []
+
+    def recording(target, source):
+        targets.append(target.storage_offset())
+        good(target, source)
+
+    rig.device.copy = recording
+    moe, plain = (routed(rig, torch.tensor([[11, 4], [0, 4], [-1, -1]]), 0) for _ in range(2))
+    experts(0, moe)
+    DirectExperts(rig.cache.store, REFERENCE)(0, plain)
+    assert torch.equal(moe.acc, plain.acc)
+    stride = rig.plan.sizes.stride_bytes
+    slots = [(offset - rig.plan.swing.offset) // stride for offset in targets[::3]]
+    assert slots == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]
+    assert rig.cache.counters.misses == 3, "padding rows route nowhere"
 
 
 def test_executors_need_room_for_one_expert():

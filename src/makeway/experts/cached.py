@@ -48,15 +48,13 @@ class CachedExperts:
 
     def __call__(self, layer: int, moe: RoutedInput) -> None:
         cache, step = self._cache, self._step
-        step.routed.setdefault(layer, []).append(moe.ids.cpu().numpy().reshape(-1))
+        step.routed.setdefault(layer, []).append(moe.ids.cpu().numpy().reshape(-1).copy())
         slots = cache.table.slot_of[layer].tolist()
         room = self._transient.tensor
         n_bytes, stride = cache.store.layers[layer].expert_bytes, cache.plan.layers[layer].stride_bytes
         ready: list[tuple[int, Weights]] = []  # one round: experts whose bytes are all in VRAM
         at = 0
         for expert in used_experts(moe.ids):
-            if expert < 0:
-                continue
             if slots[expert] != NONE:
                 cache.counters.hits += 1
                 ready.append((expert, cache.weights_of(layer, slots[expert])))

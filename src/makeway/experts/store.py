@@ -59,5 +59,5 @@ class ExpertStore:
 
 
 def used_experts(ids: Tensor) -> list[int]:
-    """The routed experts, ascending; ids int64 [n, top_k]."""
-    return [int(e) for e in torch.unique(ids).tolist()]
+    """The routed experts, ascending; ids int64 [n, top_k], -1 where a row is padding."""
+    return [int(e) for e in torch.unique(ids).tolist() if e >= 0]
