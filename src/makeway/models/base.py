@@ -160,6 +160,34 @@ class Header:
         head._check()
         return head
 
+    def facts(
+        self,
+        *,
+        kv_shapes: dict[int, KVShape],
+        state_shapes: dict[int, StateShape],
+        n_streams: int = 1,
+        ple_tails: dict[int, tuple[int, int]] | None = None,
+    ) -> ModelFacts:
+        """The facts of the model with this header and these caches."""
+        return ModelFacts(
+            architecture=self.arch,
+            name=str(self.file.metadata.get("general.name", "")),
+            n_layers=self.n_layers,
+            n_draft_layers=self.n_draft_layers,
+            hidden=self.hidden,
+            n_streams=n_streams,
+            n_vocab=self.n_vocab,
+            context_length=self.context_length,
+            n_experts=self.n_experts,
+            top_k=self.top_k,
+            expert_ff=self.expert_ff,
+            shared_ff=self.shared_ff,
+            eps=self.eps,
+            kv_shapes=kv_shapes,
+            state_shapes=state_shapes,
+            ple_tails=ple_tails or {},
+        )
+
     def fault(self, key: str, why: str) -> UserError:
         """The error for a key of this architecture whose value cannot be."""
         return UserError(

@@ -15,7 +15,7 @@ from makeway.kv import Batch
 from makeway.layers.attention import attention
 from makeway.layers.moe import moe_input
 from makeway.models import blocks
-from makeway.models.base import Header, ModelFacts, embedding
+from makeway.models.base import Header, embedding
 from makeway.models.weights import WeightReader
 
 
@@ -42,23 +42,9 @@ class Qwen3Moe:
         self.store = ExpertStore(
             [r.experts(i, n_experts=head.n_experts, hidden=head.hidden, ff=head.expert_ff) for i in n]
         )
-        self.facts = ModelFacts(
-            architecture=head.arch,
-            name=str(file.metadata.get("general.name", "")),
-            n_layers=head.n_layers,
-            n_draft_layers=0,
-            hidden=head.hidden,
-            n_streams=1,
-            n_vocab=head.n_vocab,
-            context_length=head.context_length,
-            n_experts=head.n_experts,
-            top_k=head.top_k,
-            expert_ff=head.expert_ff,
-            shared_ff=head.shared_ff,
-            eps=head.eps,
+        self.facts = head.facts(
             kv_shapes={i: blocks.kv_shape(head) for i in n},
             state_shapes={},
-            ple_tails={},
         )
 
     def _norm(self, x: Tensor, gamma: Tensor) -> Tensor:

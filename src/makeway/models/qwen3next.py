@@ -17,7 +17,7 @@ from makeway.layers.attention import AttentionWeights, attention
 from makeway.layers.delta_net import delta_net
 from makeway.layers.moe import moe_input
 from makeway.models import blocks
-from makeway.models.base import Header, ModelFacts, embedding
+from makeway.models.base import Header, embedding
 from makeway.models.weights import WeightReader
 
 
@@ -53,23 +53,9 @@ class Qwen3Next:
         )
         if head.n_draft_layers:
             self._read_draft(r)
-        self.facts = ModelFacts(
-            architecture=head.arch,
-            name=str(file.metadata.get("general.name", "")),
-            n_layers=head.n_layers,
-            n_draft_layers=head.n_draft_layers,
-            hidden=head.hidden,
-            n_streams=1,
-            n_vocab=head.n_vocab,
-            context_length=head.context_length,
-            n_experts=head.n_experts,
-            top_k=head.top_k,
-            expert_ff=head.expert_ff,
-            shared_ff=head.shared_ff,
-            eps=head.eps,
+        self.facts = head.facts(
             kv_shapes={i: blocks.kv_shape(head) for i in n if not recurrent[i]},
             state_shapes={i: blocks.state_shape(head, self._delta_shape) for i in n if recurrent[i]},
-            ple_tails={},
         )
 
     def _read_draft(self, r: WeightReader) -> None:

@@ -20,7 +20,7 @@ from makeway.layers.moe import moe_input
 from makeway.layers.ple import PleHash, PleWeights, ple
 from makeway.layers.sparse_attention import IndexerWeights
 from makeway.models import blocks
-from makeway.models.base import Header, ModelFacts, embedding
+from makeway.models.base import Header, embedding
 from makeway.models.weights import WeightReader
 
 
@@ -61,22 +61,10 @@ class Qwen4Exp:
         if head.n_draft_layers:
             self._read_draft(r)
         width = self._n_streams * head.hidden
-        self.facts = ModelFacts(
-            architecture=head.arch,
-            name=str(file.metadata.get("general.name", "")),
-            n_layers=head.n_layers,
-            n_draft_layers=head.n_draft_layers,
-            hidden=head.hidden,
-            n_streams=self._n_streams,
-            n_vocab=head.n_vocab,
-            context_length=head.context_length,
-            n_experts=head.n_experts,
-            top_k=head.top_k,
-            expert_ff=head.expert_ff,
-            shared_ff=head.shared_ff,
-            eps=head.eps,
+        self.facts = head.facts(
             kv_shapes={i: blocks.kv_shape(head, indexers[i]) for i in n if not recurrent[i]},
             state_shapes={i: blocks.state_shape(head, self._delta_shape) for i in n if recurrent[i]},
+            n_streams=self._n_streams,
             ple_tails={i: ((w.conv.shape[1] - 1) * h.ngram, width) for i, (w, h) in self._ple.items()},
         )
 
