@@ -24,7 +24,7 @@ from tools.demo_model.tokens import DATA
 NONE = torch.empty(0, dtype=torch.int64)
 PROMPTS = [
     "The database server",
-    "def read_file(path):\n    ",
+    "def read_file(path):\n",
     "Anarchists argue that",
     "import os\nimport sys\n\n\nclass",
     "The following example shows how to",
@@ -51,7 +51,7 @@ def torch_logits(path: Path, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray
 def sample(path: Path, prompt: str, n: int = 90, temperature: float = 0.8) -> str:
     shape, tensors = read_gguf(path)
     model, tokenizer = Model(shape, tensors), Tokenizer.from_file(str(DATA / "tokenizer.json"))
-    ids, g = tokenizer.encode(prompt).ids, torch.Generator().manual_seed(0)
+    ids, g = [shape.eos, *tokenizer.encode(prompt).ids], torch.Generator().manual_seed(0)
     for _ in range(n):
         z = model.logits(model.trunk(torch.tensor([ids]), Side(), NONE)[:, -1:])[0, 0] / temperature
         best = z.topk(40)
