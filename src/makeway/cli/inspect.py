@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from makeway.cli import options as o
-from makeway.gguf import GGUFFile, TensorInfo, open_gguf
+from makeway.gguf import GGUFFile, open_gguf
 from makeway.models import ARCHITECTURES
 from makeway.models.parts import PARTS, part_of
 from makeway.quants import QUANT_TYPES
@@ -40,19 +40,12 @@ def summary(file: GGUFFile) -> dict[str, Any]:
         "file_bytes": file.n_bytes,
         "architecture": architecture,
         "name": file.get_str("general.name", default=""),
-        "n_parameters": sum(_n_elements(t) for t in file.tensors.values()),
+        "n_parameters": sum(t.n_elements for t in file.tensors.values()),
         "n_tensors": len(file.tensors),
         "shapes": shapes,
         "parts": {p: {"bytes": n_bytes[p], "types": dict(types[p])} for p in PARTS if p in types},
         "unsupported": unsupported,
     }
-
-
-def _n_elements(tensor: TensorInfo) -> int:
-    total = 1
-    for n in tensor.shape:
-        total *= n
-    return total
 
 
 def _plain(value: Any) -> Any:

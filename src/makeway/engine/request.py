@@ -73,7 +73,6 @@ class Request:
     started_s: float = 0.0
     first_token_s: float = 0.0
     last_token_s: float = 0.0
-    cancelled: bool = False
     finished: bool = False
     counts: dict[int, int] = field(default_factory=dict)
 

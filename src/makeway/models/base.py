@@ -128,6 +128,11 @@ class Header:
     def n_layers(self) -> int:
         return self.n_blocks - self.n_draft_layers
 
+    @property
+    def draft_prefix(self) -> str:
+        """Where the names of the MTP block's own tensors begin."""
+        return f"blk.{self.n_layers}.nextn."
+
     @classmethod
     def read(cls, file: GGUFFile) -> "Header":
         arch = file.get_str("general.architecture")

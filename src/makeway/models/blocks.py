@@ -3,6 +3,12 @@
 Owns the tensor names. Never computes. Hazard: `qwen3next` orders its V heads unlike the others.
 """
 
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from makeway.errors import UserError
+from makeway.kernels import Weight
 from makeway.kv import KVShape, StateShape
 from makeway.layers.attention import AttentionShape, AttentionWeights
 from makeway.layers.delta_net import DeltaNetShape, DeltaNetWeights
@@ -10,6 +16,39 @@ from makeway.layers.moe import MoEWeights
 from makeway.layers.sparse_attention import IndexerWeights
 from makeway.models.base import Header
 from makeway.models.weights import WeightReader
+
+
+def vocabulary_weights(r: WeightReader, head: Header) -> tuple[Weight, Weight]:
+    """The embedding and the output matrix, which may be one and the same."""
+    shape = (head.n_vocab, head.hidden)
+    embed = r.matrix("token_embd.weight", shape)
+    return embed, r.matrix("output.weight", shape) if r.has("output.weight") else embed
+
+
+@dataclass(frozen=True)
+class DraftWeights:
+    """What every MTP block has besides its layer; `hnorm` [streams * hidden]."""
+
+    eh_proj: Weight
+    enorm: Tensor
+    hnorm: Tensor
+    embed: Weight
+    output: Weight
+
+
+def draft_weights(r: WeightReader, head: Header, *, embed: Weight, output: Weight, n_streams: int = 1) -> DraftWeights:
+    """The MTP block's own input and output; where the file has none, the trunk's embedding and output matrix."""
+    if head.n_draft_layers != 1:
+        raise UserError(f"{r.file.paths[0]}: {head.n_draft_layers} MTP blocks; makeway reads files with one")
+    p, shape = head.draft_prefix, (head.n_vocab, head.hidden)
+    own_embed, own_output = p + "embed_tokens.weight", p + "shared_head_head.weight"
+    return DraftWeights(
+        eh_proj=r.matrix(p + "eh_proj.weight", (head.hidden, 2 * head.hidden)),
+        enorm=r.vector(p + "enorm.weight", (head.hidden,)),
+        hnorm=r.vector(p + "hnorm.weight", (n_streams * head.hidden,)),
+        embed=r.matrix(own_embed, shape) if r.has(own_embed) else embed,
+        output=r.matrix(own_output, shape) if r.has(own_output) else output,
+    )
 
 
 def attention_shape(head: Header, *, gated: bool) -> AttentionShape:

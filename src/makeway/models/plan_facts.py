@@ -4,7 +4,6 @@ Owns the way from names and shapes to `PlanFacts`. Never reads tensor bytes. Haz
 largest any layer needs; a layer that needs more must be added here, or a plan does not hold.
 """
 
-import math
 from collections import Counter
 from collections.abc import Collection
 
@@ -35,7 +34,7 @@ def plan_facts(file: GGUFFile, facts: ModelFacts) -> PlanFacts:
     for tensor in file.tensors.values():
         part = part_of(tensor.name, first_draft_block=facts.n_layers)
         n_bytes[part] += tensor.n_bytes
-        n_weights[part] += math.prod(tensor.shape)
+        n_weights[part] += tensor.n_elements
     tied = "output.weight" not in file.tensors
     resident = [ResidentPart(part, n_bytes[part]) for part in _DENSE if n_bytes[part]]
     # A tied embedding is also the output matrix, so it must be where the products run.

@@ -30,9 +30,7 @@ class Qwen3Moe:
         self.device = device
         self._ops, self._head = ops, head
         self._shape = blocks.attention_shape(head, gated=False)
-        self._embed = r.matrix("token_embd.weight", (head.n_vocab, head.hidden))
-        tied = not r.has("output.weight")
-        self._output = self._embed if tied else r.matrix("output.weight", (head.n_vocab, head.hidden))
+        self._embed, self._output = blocks.vocabulary_weights(r, head)
         self._output_norm = r.vector("output_norm.weight", (head.hidden,))
         n = range(head.n_blocks)
         self._attention = [blocks.attention_weights(r, head, i, gated=False) for i in n]

@@ -7,7 +7,6 @@ qwen35moe has an MTP block, whose state is the hidden *after* the output norm.
 import torch
 from torch import Tensor
 
-from makeway.errors import UserError
 from makeway.experts.routed import RoutedInput
 from makeway.experts.store import ExpertStore
 from makeway.gguf import GGUFFile
@@ -34,9 +33,7 @@ class Qwen3Next:
         recurrent = head.recurrent_layers()
         self._attention_shape = blocks.attention_shape(head, gated=True)
         self._delta_shape = blocks.delta_net_shape(head, tiled=self.tiled, sigmoid_gate=False)
-        self._embed = r.matrix("token_embd.weight", (head.n_vocab, head.hidden))
-        tied = not r.has("output.weight")
-        self._output = self._embed if tied else r.matrix("output.weight", (head.n_vocab, head.hidden))
+        self._embed, self._output = blocks.vocabulary_weights(r, head)
         self._output_norm = r.vector("output_norm.weight", (head.hidden,))
         n = range(head.n_blocks)
         self._mixers = [
@@ -52,25 +49,12 @@ class Qwen3Next:
             [r.experts(i, n_experts=head.n_experts, hidden=head.hidden, ff=head.expert_ff) for i in n]
         )
         if head.n_draft_layers:
-            self._read_draft(r)
+            self._draft = blocks.draft_weights(r, head, embed=self._embed, output=self._output)
+            self._draft_norm = r.vector(head.draft_prefix + "shared_head_norm.weight", (head.hidden,))
         self.facts = head.facts(
             kv_shapes={i: blocks.kv_shape(head) for i in n if not recurrent[i]},
             state_shapes={i: blocks.state_shape(head, self._delta_shape) for i in n if recurrent[i]},
         )
-
-    def _read_draft(self, r: WeightReader) -> None:
-        head = self._head
-        if head.n_draft_layers != 1:
-            raise UserError(f"{r.file.paths[0]}: {head.n_draft_layers} MTP blocks; makeway reads files with one")
-        p = f"blk.{head.n_layers}.nextn."
-        self._eh_proj = r.matrix(p + "eh_proj.weight", (head.hidden, 2 * head.hidden))
-        self._enorm = r.vector(p + "enorm.weight", (head.hidden,))
-        self._hnorm = r.vector(p + "hnorm.weight", (head.hidden,))
-        self._draft_norm = r.vector(p + "shared_head_norm.weight", (head.hidden,))
-        own_embed, own_head = p + "embed_tokens.weight", p + "shared_head_head.weight"
-        shape = (head.n_vocab, head.hidden)
-        self._draft_embed = r.matrix(own_embed, shape) if r.has(own_embed) else self._embed
-        self._draft_output = r.matrix(own_head, shape) if r.has(own_head) else self._output
 
     def _norm(self, x: Tensor, gamma: Tensor) -> Tensor:
         return self._ops.rms_norm(x, gamma, self._head.eps)
@@ -98,11 +82,11 @@ class Qwen3Next:
         return self._norm(h, self._output_norm)
 
     def draft_input(self, batch: Batch, state: Tensor) -> Tensor:
-        e = self._norm(embedding(self._draft_embed, batch), self._enorm)
-        return self._ops.linear(torch.cat((e, self._norm(state, self._hnorm)), dim=-1), self._eh_proj)
+        e = self._norm(embedding(self._draft.embed, batch), self._draft.enorm)
+        return self._ops.linear(torch.cat((e, self._norm(state, self._draft.hnorm)), dim=-1), self._draft.eh_proj)
 
     def draft_state(self, h: Tensor) -> Tensor:
         return self._norm(h, self._draft_norm)
 
     def draft_head(self, h: Tensor) -> Tensor:
-        return self._ops.linear(self._norm(h, self._draft_norm), self._draft_output)
+        return self._ops.linear(self._norm(h, self._draft_norm), self._draft.output)

@@ -39,9 +39,7 @@ class Qwen4Exp:
         recurrent = head.recurrent_layers()
         self._attention_shape = blocks.attention_shape(head, gated=True)
         self._delta_shape = blocks.delta_net_shape(head, tiled=True, sigmoid_gate=True)
-        self._embed = r.matrix("token_embd.weight", (head.n_vocab, head.hidden))
-        tied = not r.has("output.weight")
-        self._output = self._embed if tied else r.matrix("output.weight", (head.n_vocab, head.hidden))
+        self._embed, self._output = blocks.vocabulary_weights(r, head)
         self._output_mixer = self._mixer(r, "output_hc_", inject=False)
         n = range(head.n_blocks)
         indexers = {i: self._indexer(r, i) for i in n if not recurrent[i]}
@@ -59,7 +57,10 @@ class Qwen4Exp:
         )
         self._read_ple(r)
         if head.n_draft_layers:
-            self._read_draft(r)
+            self._draft = blocks.draft_weights(
+                r, head, embed=self._embed, output=self._output, n_streams=self._n_streams
+            )
+            self._draft_mixer = self._mixer(r, head.draft_prefix + "hc_head_", inject=False)
         width = self._n_streams * head.hidden
         self.facts = head.facts(
             kv_shapes={i: blocks.kv_shape(head, indexers[i]) for i in n if not recurrent[i]},
@@ -158,20 +159,6 @@ class Qwen4Exp:
             )
             self._ple[i] = (weights, hashes)
 
-    def _read_draft(self, r: WeightReader) -> None:
-        head = self._head
-        if head.n_draft_layers != 1:
-            raise UserError(f"{r.file.paths[0]}: {head.n_draft_layers} MTP blocks; makeway reads files with one")
-        p = f"blk.{head.n_layers}.nextn."
-        self._eh_proj = r.matrix(p + "eh_proj.weight", (head.hidden, 2 * head.hidden))
-        self._enorm = r.vector(p + "enorm.weight", (head.hidden,))
-        self._hnorm = r.vector(p + "hnorm.weight", (self._n_streams * head.hidden,))
-        self._draft_mixer = self._mixer(r, p + "hc_head_", inject=False)
-        own_embed, own_head = p + "embed_tokens.weight", p + "shared_head_head.weight"
-        shape = (head.n_vocab, head.hidden)
-        self._draft_embed = r.matrix(own_embed, shape) if r.has(own_embed) else self._embed
-        self._draft_output = r.matrix(own_head, shape) if r.has(own_head) else self._output
-
     def embed(self, batch: Batch) -> Tensor:
         return embedding(self._embed, batch)[:, None].repeat(1, self._n_streams, 1)
 
@@ -202,14 +189,14 @@ class Qwen4Exp:
 
     def draft_input(self, batch: Batch, state: Tensor) -> Tensor:
         n, ops, eps = state.shape[0], self._ops, self._head.eps
-        e = ops.rms_norm(embedding(self._draft_embed, batch), self._enorm, eps)
+        e = ops.rms_norm(embedding(self._draft.embed, batch), self._draft.enorm, eps)
         e = e[:, None].expand(n, self._n_streams, -1)
-        both = torch.cat((e, hc.stream_norm(ops, state, self._hnorm, eps)), dim=-1)
-        return ops.linear(both.reshape(n * self._n_streams, -1), self._eh_proj).view_as(state)
+        both = torch.cat((e, hc.stream_norm(ops, state, self._draft.hnorm, eps)), dim=-1)
+        return ops.linear(both.reshape(n * self._n_streams, -1), self._draft.eh_proj).view_as(state)
 
     def draft_state(self, h: Tensor) -> Tensor:
         return h
 
     def draft_head(self, h: Tensor) -> Tensor:
         mixed = hc.mix(self._ops, self._draft_mixer, h, eps=self._head.eps)[0]
-        return self._ops.linear(mixed, self._draft_output)
+        return self._ops.linear(mixed, self._draft.output)

@@ -1,6 +1,6 @@
 """The tensors of a GGUF file as weights: looked up by name, checked for shape and type, never copied.
 
-Owns the list of names a model has asked for. Never decodes anything but vectors. Hazard: a matrix is a view of the
+Owns nothing: what it gives are views. Never decodes anything but vectors. Hazard: a matrix is a view of the
 mapped file and lives only as long as the file is open.
 """
 
@@ -24,7 +24,6 @@ class WeightReader:
         """Matrices stay in the mapped file; vectors are decoded once, onto `device`."""
         self.file = file
         self._device = device
-        self.used: set[str] = set()
 
     def has(self, name: str) -> bool:
         return name in self.file.tensors
@@ -71,7 +70,6 @@ class WeightReader:
                 f"{list(shape)}; convert the model again with a current converter"
             )
         quant_type(info.type, tensor=name)
-        self.used.add(name)
         return info
 
     def _raw(self, info: TensorInfo, n_rows: int) -> Tensor:
