@@ -31,7 +31,7 @@ def test_filled_is_not_published():
     assert made.n_published == 1
     assert made.is_published().sum() == 1
     assert made.unpublish([0], [2]).tolist() == [5]
-    assert made.holds[0, 2] == 5, "the bytes stay"
+    assert made.holds[0, 2] == NONE, "a free slot holds nothing"
     made.audit_all()
 
 

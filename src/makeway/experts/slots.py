@@ -97,11 +97,15 @@ class SlotTable:
         """[layers, experts]: in a published slot."""
         return np.not_equal(self.slot_of, NONE)
 
+    def is_free(self) -> NDArray[np.bool_]:
+        """[layers, ranks]: owned slots that are neither published, nor spare, nor in flight."""
+        free = (self.holds == NONE) & ~self.is_spare
+        free[:, self.n_owned :] = False
+        return free
+
     def n_free(self) -> Ints:
-        """[layers]: owned slots that are neither published nor spare."""
-        owned = slice(0, self.n_owned)
-        taken = (self.expert_of[:, owned] != NONE) | self.is_spare[:, owned]
-        return np.asarray(self.n_owned - taken.sum(axis=1), dtype=np.int32)
+        """[layers]: free slots."""
+        return np.asarray(self.is_free().sum(axis=1), dtype=np.int32)
 
     # -- filling and publishing ------------------------------------------------------------------
 
@@ -148,8 +152,16 @@ class SlotTable:
         self.n_published += int(la.size)
         self.epoch += 1
 
+    def drop(self, layers: ArrayLike, slots: ArrayLike) -> None:
+        """Slots in flight are free again: what was on its way is not needed."""
+        la, sl = _arrays(layers, slots)
+        self._check(la, sl)
+        _require((self.expert_of[la, sl] == NONE).all(), "a published slot is not dropped")
+        _require(not self.is_spare[la, sl].any(), "a spare is not dropped")
+        self.holds[la, sl] = NONE
+
     def unpublish(self, layers: ArrayLike, slots: ArrayLike) -> Ints:
-        """Take published slots from decode; their bytes stay. Returns the experts that were there."""
+        """Take published slots from decode; they are free. Returns the experts that were there."""
         la, sl = _arrays(layers, slots)
         self._check(la, sl)
         experts = self.expert_of[la, sl]
@@ -157,6 +169,7 @@ class SlotTable:
         if la.size:
             self.slot_of[la, experts] = NONE
             self.expert_of[la, sl] = NONE
+            self.holds[la, sl] = NONE
             self.n_published -= int(la.size)
             self.epoch += 1
         return experts
@@ -179,7 +192,7 @@ class SlotTable:
         self._check(la, slots)
         freed: Ints = np.where(out == NONE, NONE, self.slot_of[la, out]).astype(np.int32)
         for i in np.flatnonzero(out == NONE):
-            free = (self.expert_of[la[i]] == NONE) & ~self.is_spare[la[i]]
+            free = self.is_free()[la[i]]
             free[freed[(la == la[i]) & (freed != NONE)]] = False
             choices = np.flatnonzero(free)
             _require(choices.size > 0, "no free slot to give up")
@@ -261,7 +274,7 @@ class SlotTable:
     def assign(self, layers: ArrayLike, experts: ArrayLike) -> Ints:
         """Free slots for a wish list, hottest first: slot per wish (lowest rank first), or -1.
 
-        A wish gets -1 when its expert is published already, was wished before, or its layer is full. Changes
+        A wish gets -1 when its expert is published already, was wished before, or its layer has none free. Changes
         nothing; the caller copies, then calls `fill` and `publish`.
         """
         la, ex = _arrays(layers, experts)
@@ -270,9 +283,9 @@ class SlotTable:
         is_first = np.zeros(la.shape, dtype=np.bool_)
         is_first[first] = True
         open_wish = is_first & (self.slot_of[la, ex] == NONE)
+        all_free = self.is_free()
         for layer in range(self.n_layers):
-            owned = slice(0, self.n_owned)
-            free = np.flatnonzero((self.expert_of[layer, owned] == NONE) & ~self.is_spare[layer, owned])
+            free = np.flatnonzero(all_free[layer])
             mine = np.flatnonzero(open_wish & (la == layer))[: free.size]
             slots[mine] = free[: mine.size]
         return slots
