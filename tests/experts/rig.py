@@ -3,7 +3,6 @@
 import numpy as np
 import torch
 
-from makeway.device import CpuDevice
 from makeway.experts.cache import ExpertCache
 from makeway.experts.cached import CachedExperts
 from makeway.experts.policies import Gate, Policy
@@ -16,24 +15,10 @@ from makeway.memory.sizes import PlanRequest
 from makeway.models.base import run_trunk
 from makeway.models.plan_facts import plan_facts
 from tests.conftest import golden_path
+from tests.devices import RecordingDevice
 from tests.models.runner import Runner
 
 FILES = ("qwen4exp-k96-UD-Q4_K_XL.gguf", "qwen35moe-base-bf16.gguf", "qwen3moe-base-bf16.gguf")
-
-
-class RecordingDevice(CpuDevice):
-    """Tallies every copy on its own: source address -> times copied, and all bytes."""
-
-    def __init__(self):
-        super().__init__()
-        self.sources = {}
-        self.tally = 0
-
-    def copy(self, target, source):
-        key = source.data_ptr()
-        self.sources[key] = self.sources.get(key, 0) + 1
-        self.tally += source.nbytes
-        super().copy(target, source)
 
 
 class Rig:

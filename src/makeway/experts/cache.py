@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from makeway.device import CpuDevice
+from makeway.device import Device
 from makeway.errors import EngineFailed
 from makeway.experts.policies import Policy
 from makeway.experts.slots import NONE, SlotTable
@@ -40,7 +40,7 @@ class Counters:
 class ExpertCache:
     """Slots as planned; layers are numbered as in the plan, which is the order of the store."""
 
-    def __init__(self, store: ExpertStore, plan: MemoryPlan, slots: View, *, policy: Policy, device: CpuDevice) -> None:
+    def __init__(self, store: ExpertStore, plan: MemoryPlan, slots: View, *, policy: Policy, device: Device) -> None:
         """`slots`: view of the decode layout's slots. Raises EngineFailed when plan, store and policy disagree."""
         planned = [(layer.n_experts, layer.expert_bytes) for layer in plan.layers]
         stored = [(layer.n_experts, layer.expert_bytes) for layer in store.layers[: len(planned)]]
