@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from makeway import SamplingParams, UserError
+from makeway import EngineFailed, SamplingParams, UserError
 from makeway.engine import sampler
 
 LOGITS = np.array([1.0, 3.0, 2.0, 2.0, -1.0], dtype=np.float32)
@@ -76,6 +76,42 @@ def test_logprobs_are_the_models_own():
     assert got.chosen == pytest.approx(logp[2])
     assert [i for i, _ in got.best] == [1, 2]
     assert [p for _, p in got.best] == pytest.approx([logp[1], logp[2]])
+
+
+ALLOWED = np.array([True, False, False, True, True])
+
+
+def masked(params, allowed=ALLOWED, position=0, seen=(), counts=None):
+    return sampler.choose(
+        LOGITS, params, seed=3, position=position, seen=list(seen), counts=counts or {}, allowed=allowed
+    )
+
+
+def test_a_mask_comes_before_everything_else():
+    assert masked(SamplingParams()) == 3
+    assert masked(SamplingParams(logit_bias={1: float("inf")})) == 3
+    assert masked(SamplingParams(temperature=1.0, top_k=1)) == 3  # top-k counts what is left
+    assert masked(SamplingParams(repetition_penalty=9.0), seen=[3]) == 0
+    draws = [masked(SamplingParams(temperature=1.0), position=i) for i in range(5_000)]
+    expected = np.where(ALLOWED, np.exp(LOGITS), 0) / np.exp(LOGITS[ALLOWED]).sum() * len(draws)
+    observed = np.bincount(draws, minlength=5)
+    assert observed[~ALLOWED].sum() == 0
+    assert ((observed - expected)[ALLOWED] ** 2 / expected[ALLOWED]).sum() < 13.82  # 2 degrees of freedom, p = 0.001
+
+
+def test_a_draw_at_the_very_end_of_the_distribution_stays_inside_the_mask(monkeypatch):
+    monkeypatch.setattr(sampler, "uniform", lambda seed, position: 1.0)
+    assert masked(SamplingParams(temperature=1.0)) == 4
+    assert masked(SamplingParams(temperature=1.0), allowed=LOGITS > 2) == 1
+
+
+def test_an_empty_mask_is_our_fault_and_a_banned_one_the_users():
+    with pytest.raises(EngineFailed, match="allows no token"):
+        masked(SamplingParams(), allowed=np.zeros(5, dtype=bool))
+    with pytest.raises(EngineFailed, match="does not fit"):
+        masked(SamplingParams(), allowed=np.ones(6, dtype=bool))
+    with pytest.raises(UserError, match="logit_bias"):
+        masked(SamplingParams(logit_bias={1: -float("inf")}), allowed=LOGITS > 2)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from makeway.config import SamplingParams
 from makeway.engine.request import TokenLogprobs
+from makeway.errors import EngineFailed, UserError
 
 Floats = NDArray[np.float64]
 
@@ -73,14 +74,21 @@ def choose(
     position: int,
     seen: Sequence[int],
     counts: Mapping[int, int],
+    allowed: NDArray[np.bool_] | None = None,
 ) -> int:
-    """The token at `position` (its absolute place in the sequence); logits f32 [vocab]."""
+    """The token at `position` (its absolute place in the sequence); logits f32 [vocab].
+
+    allowed: bool [vocab], the tokens a grammar lets through; the others cannot be chosen, whatever their bias.
+    Raises EngineFailed when it allows none, UserError when `logit_bias` bans all it allows.
+    """
     values = adjusted(logits, params, seen=seen, counts=counts)
+    if allowed is not None:
+        values = _only(values, allowed)
     if params.temperature == 0.0:
         return int(np.argmax(values))
     ids, p = probabilities(values, params)
     index = int(np.searchsorted(np.cumsum(p), uniform(seed, position), side="right"))
-    return int(ids[min(index, len(ids) - 1)])
+    return int(ids[min(index, np.count_nonzero(p) - 1)])  # the sum of p may end below 1; what is banned has p = 0
 
 
 def logprobs(logits: NDArray[np.float32], token: int, *, n_best: int) -> TokenLogprobs:
@@ -89,6 +97,18 @@ def logprobs(logits: NDArray[np.float32], token: int, *, n_best: int) -> TokenLo
     values = values - (np.log(np.exp(values - values.max()).sum()) + values.max())
     best = np.argsort(-values, kind="stable")[:n_best]
     return TokenLogprobs(float(values[token]), tuple((int(i), float(values[i])) for i in best))
+
+
+def _only(values: Floats, allowed: NDArray[np.bool_]) -> Floats:
+    """Values [vocab] with -inf where not allowed. Penalties and bias have touched each value alone, so it is the same
+    as masking first, but an infinite bias cannot undo it."""
+    if allowed.shape != values.shape:
+        raise EngineFailed(f"a mask of {allowed.shape} does not fit logits of {values.shape}")
+    if not allowed.any():
+        raise EngineFailed("a mask allows no token; a grammar that is stuck must be refused before sampling")
+    if values[allowed].max() == -np.inf:
+        raise UserError("logit_bias bans every token that the grammar allows here; allow one of them")
+    return np.where(allowed, values, -np.inf)
 
 
 def _softmax(logits: Floats) -> Floats:
