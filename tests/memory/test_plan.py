@@ -46,7 +46,7 @@ def facts_strategy(draw) -> PlanFacts:
         ),
         kv_bytes_per_token={"f16": kv, "f32": 2 * kv},
         mtp_kv_bytes_per_token={"f16": kv, "f32": 2 * kv} if has_mtp else None,
-        indexer_bytes_per_token=draw(st.integers(0, 20)),
+        indexer_bytes_per_token=draw(st.sampled_from(({}, {"f16": 3, "f32": 6}, {"f16": 20, "f32": 40}))),
         state_bytes_per_sequence=draw(st.integers(0, 900)),
         replay_bytes_per_row=draw(st.integers(0, 90)),
         ple_bytes=draw(st.integers(0, 4000)),
@@ -342,7 +342,7 @@ def test_flash_next_on_a_24_gib_card():
     plan = plan_memory(
         facts, PlanRequest(24 * GIB, 262_144, ram_bytes=128 * GIB, sequences=2, drafts=3), rates=RATES["h200"]
     )
-    assert sum(per_token for _, per_token in facts.sweep_bytes_per_token()) == 20_480 + 5_120 + 10_240 + 120
+    assert sum(per_token for _, per_token in facts.sweep_bytes_per_token()) == 20_480 + 5_120 + 10_240 + 16 + 120
     assert plan.reserve_bytes == DEFAULT_RESERVE_BYTES
     assert 78 <= plan.n_slots <= 90
     assert plan.max_sweep_tokens == 262_144
@@ -387,6 +387,7 @@ def test_a_card_that_holds_everything_never_needs_to_lend_for_a_usual_prompt():
         {"expert_layers": (ExpertLayerFacts(0, 4, 1, 100, 8, is_mtp=True), ExpertLayerFacts(1, 4, 1, 100, 8))},
         {"kv_bytes_per_token": {}},
         {"mtp_kv_bytes_per_token": {"f32": 1}},
+        {"indexer_bytes_per_token": {"f16": 1}},
     ],
 )
 def test_facts_that_cannot_be_a_model(change):

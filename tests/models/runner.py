@@ -6,7 +6,7 @@ import torch
 from makeway.experts.executors import DirectExperts
 from makeway.gguf import open_gguf
 from makeway.kernels import REFERENCE
-from makeway.kv import RAW_RING, Batch, KVCache, RecurrentState, SequenceState
+from makeway.kv import Batch, KVCache, SequenceState, StatePool, StateShapes
 from makeway.models import load_model
 from makeway.models.base import run_layer, run_trunk
 
@@ -33,13 +33,12 @@ class Runner:
         self.model = load_model(self.file, ops, device=CPU)
         self.facts = self.model.facts
         self.cache = KVCache(self.facts.kv_shapes, n_blocks, device=CPU)
+        shapes = StateShapes.of(self.facts.state_shapes, kv=self.facts.kv_shapes, ple=self.facts.ple_tails)
+        self.states = StatePool(shapes, 8, device=CPU)
         self.experts = RecordingExperts(self.model.store, ops)
 
     def sequence(self):
-        raw = {i: (RAW_RING, s.index_dim) for i, s in self.facts.kv_shapes.items() if s.index_dim}
-        shapes = self.facts.state_shapes
-        state = RecurrentState.empty(shapes, ple=self.facts.ple_tails, raw=raw, device=CPU)
-        return SequenceState(self.cache, state)
+        return SequenceState(self.cache, self.states)
 
     def residual(self, sequence, tokens):
         sequence.reserve(len(tokens))

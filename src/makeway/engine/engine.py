@@ -24,7 +24,7 @@ from makeway.errors import UserError
 from makeway.experts.executors import DirectExperts
 from makeway.gguf import open_gguf
 from makeway.kernels import select
-from makeway.kv import BLOCK_TOKENS, RAW_RING, Batch, KVCache, RecurrentState, SequenceState
+from makeway.kv import BLOCK_TOKENS, Batch, KVCache, SequenceState, StatePool, StateShapes
 from makeway.models import load_model
 from makeway.models.base import run_trunk
 from makeway.text import Tokenizer
@@ -50,6 +50,8 @@ class Engine:
         facts = self.model.facts
         n_blocks = config.parallel * -(-self.context // BLOCK_TOKENS)
         self._cache = KVCache(facts.kv_shapes, n_blocks, device=self.device)
+        shapes = StateShapes.of(facts.state_shapes, kv=facts.kv_shapes, ple=facts.ple_tails)
+        self._states = StatePool(shapes, config.parallel + 1, device=self.device)  # one for `logits`
         self._experts = DirectExperts(self.model.store, self._ops)
         self._scheduler = Scheduler(config.parallel)
         self._sequences: dict[int, SequenceState] = {}
@@ -198,6 +200,7 @@ class Engine:
             sequence.close()
         self._sequences.clear()
         self._cache.close()
+        self._states.close()
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -213,10 +216,7 @@ class Engine:
             raise UserError("this engine is closed; load the model again")
 
     def _new_sequence(self) -> SequenceState:
-        facts = self.model.facts
-        raw = {i: (RAW_RING, s.index_dim) for i, s in facts.kv_shapes.items() if s.index_dim}
-        state = RecurrentState.empty(facts.state_shapes, ple=facts.ple_tails, raw=raw, device=self.device)
-        return SequenceState(self._cache, state)
+        return SequenceState(self._cache, self._states)
 
     def _forward(self, parts: list[tuple[SequenceState, list[int]]]) -> torch.Tensor:
         for sequence, tokens in parts:

@@ -1,22 +1,28 @@
 """What sequences remember: KV blocks, indexer keys, recurrent state."""
 
 from makeway.kv.batch import Batch, Segment
-from makeway.kv.blocks import BLOCK_TOKENS, BlockPool, BlockTable
-from makeway.kv.cache import RAW_RING, KVCache, KVShape
+from makeway.kv.blocks import BLOCK_TOKENS, MAX_STEP_ROWS, BlockPool, BlockTable, Places, blocks_for
+from makeway.kv.cache import KV_TYPES, KVCache, KVRoom, KVShape
 from makeway.kv.sequence import SequenceSnapshot, SequenceState
-from makeway.kv.state import RecurrentState, StateShape
+from makeway.kv.state import RecurrentState, StatePool, StateShape, StateShapes
 
 __all__ = [
     "BLOCK_TOKENS",
-    "RAW_RING",
+    "KV_TYPES",
+    "MAX_STEP_ROWS",
     "Batch",
     "BlockPool",
     "BlockTable",
     "KVCache",
+    "KVRoom",
     "KVShape",
+    "Places",
     "RecurrentState",
     "Segment",
     "SequenceSnapshot",
     "SequenceState",
+    "StatePool",
     "StateShape",
+    "StateShapes",
+    "blocks_for",
 ]

@@ -4,14 +4,17 @@ Owns the pools (one pair of tensors a layer). Never decides which block a sequen
 Hazard: every place of a block must hold a finite value, because masked keys are multiplied by exact zeros.
 """
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from makeway.kv.blocks import BLOCK_TOKENS, BlockPool, BlockTable
+from makeway.kv.blocks import BLOCK_TOKENS, MAX_STEP_ROWS, BlockPool, BlockTable
+from makeway.kv.room import Room
 
-RAW_RING = 16  # raw indexer keys kept per sequence: the incomplete block and what a rejected draft may undo
+KV_TYPES: dict[str, torch.dtype] = {"f16": torch.float16, "f32": torch.float32}
+"""Item types of keys, values and pooled indexer keys, by the name of `--kv-type`."""
 
 
 @dataclass(frozen=True)
@@ -24,40 +27,93 @@ class KVShape:
     index_dim: int = 0
     ratio: int = 0
 
-    def bytes_per_token(self, item_bytes: int = 4) -> int:
+    def bytes_per_token(self, item_bytes: int) -> int:
         """KV bytes of a token, without the indexer's."""
         return self.n_kv_heads * (self.key_dim + self.value_dim) * item_bytes
 
-    def index_bytes_per_block(self, item_bytes: int = 4) -> int:
-        return BLOCK_TOKENS // self.ratio * self.index_dim * item_bytes if self.index_dim else 0
+    def index_bytes_per_token(self, item_bytes: int) -> int:
+        """Bytes of pooled indexer keys per token, rounded up."""
+        return -(-self.index_dim * item_bytes // self.ratio) if self.index_dim else 0
+
+    @property
+    def ring_rows(self) -> int:
+        """Raw indexer keys kept per sequence, at position % ring_rows: those of the incomplete block, and of the
+        `MAX_STEP_ROWS` rows of a step that may be undone; a power of two. 0 without an indexer."""
+        return 1 << (self.ratio + MAX_STEP_ROWS - 2).bit_length() if self.index_dim else 0
+
+
+@dataclass(frozen=True)
+class KVRoom:
+    """Memory for the pools of `layers`, in this order: u8 views of the plan's "KV cache" and "indexer keys"."""
+
+    layers: Sequence[int]
+    keys_values: Tensor
+    indexer: Tensor | None = None
 
 
 class KVCache:
-    """Pools of keys, values and pooled indexer keys for all attention layers; float32."""
+    """Pools of keys, values and pooled indexer keys, `item_type` each: [n_blocks, BLOCK_TOKENS, kv_heads, dim] and
+    [n_blocks, BLOCK_TOKENS / ratio, index_dim] by layer. In `rooms` (together they hold every layer), else in memory
+    of its own; zeroed."""
 
-    def __init__(self, shapes: dict[int, KVShape], n_blocks: int, *, device: torch.device) -> None:
-        self.shapes = shapes
+    def __init__(
+        self,
+        shapes: Mapping[int, KVShape],
+        n_blocks: int,
+        *,
+        device: torch.device,
+        item_type: torch.dtype = torch.float32,
+        rooms: Sequence[KVRoom] | None = None,
+    ) -> None:
+        self.shapes = dict(shapes)
+        self.item_type = item_type
         self.pool = BlockPool(n_blocks)
+        self.nbytes = 0
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self._pooled: dict[int, Tensor] = {}
-        for layer, s in shapes.items():
-            self._keys[layer] = torch.zeros((n_blocks, BLOCK_TOKENS, s.n_kv_heads, s.key_dim), device=device)
-            self._values[layer] = torch.zeros((n_blocks, BLOCK_TOKENS, s.n_kv_heads, s.value_dim), device=device)
+        if rooms is None:
+            n_bytes, n_index_bytes = self._bytes_of(self.shapes)
+            own = [torch.empty(n, dtype=torch.uint8, device=device) for n in (n_bytes, n_index_bytes)]
+            rooms = [KVRoom(tuple(self.shapes), *own)]
+        for room in rooms:
+            self._carve(room, device)
+        assert set(self._keys) == set(self.shapes), "the rooms must hold every layer"
+
+    def _bytes_of(self, layers: Collection[int]) -> tuple[int, int]:
+        """(keys and values, pooled indexer keys) of these layers."""
+        shapes = [self.shapes[i] for i in layers]
+        n_tokens, size = self.pool.n_blocks * BLOCK_TOKENS, self.item_type.itemsize
+        return (
+            n_tokens * sum(s.bytes_per_token(size) for s in shapes),
+            n_tokens * sum(s.index_bytes_per_token(size) for s in shapes),
+        )
+
+    def _carve(self, room: KVRoom, device: torch.device) -> None:
+        n, dtype = self.pool.n_blocks, self.item_type
+        n_bytes, n_index_bytes = self._bytes_of(room.layers)
+        assert room.indexer is not None or not n_index_bytes, "no room for indexer keys"
+        main = Room(n_bytes, device=device, room=room.keys_values)
+        index = Room(n_index_bytes, device=device, room=room.indexer)
+        for layer in room.layers:
+            s = self.shapes[layer]
+            per_head = n * BLOCK_TOKENS * s.n_kv_heads * dtype.itemsize
+            for pools, dim in ((self._keys, s.key_dim), (self._values, s.value_dim)):
+                pools[layer] = main.take((n, BLOCK_TOKENS, s.n_kv_heads, dim), dtype, n_bytes=per_head * dim).zero_()
             if s.index_dim:
                 assert BLOCK_TOKENS % s.ratio == 0
-                shape = (n_blocks, BLOCK_TOKENS // s.ratio, s.index_dim)
-                self._pooled[layer] = torch.zeros(shape, device=device)
-
-    @property
-    def nbytes(self) -> int:
-        pools = (self._keys, self._values, self._pooled)
-        return sum(t.numel() * t.element_size() for p in pools for t in p.values())
+                n_pool = n * BLOCK_TOKENS * s.index_bytes_per_token(dtype.itemsize)
+                pooled = index.take((n, BLOCK_TOKENS // s.ratio, s.index_dim), dtype, n_bytes=n_pool)
+                self._pooled[layer] = pooled.zero_()
+        assert main.full
+        assert index.full
+        self.nbytes += n_bytes + n_index_bytes
 
     def close(self) -> None:
         self._keys.clear()
         self._values.clear()
         self._pooled.clear()
+        self.nbytes = 0
 
     def write(self, layer: int, table: BlockTable, position: int, *, keys: Tensor, values: Tensor) -> None:
         """Stores keys [n, kv_heads, key_dim] and values of positions position..position+n-1."""
@@ -68,7 +124,7 @@ class KVCache:
     def key_tile(self, layer: int, table: BlockTable, j: int) -> tuple[Tensor, Tensor]:
         """Keys and values [BLOCK_TOKENS, kv_heads, dim] of positions j*BLOCK_TOKENS onwards."""
         block = table.blocks[j]
-        return self._keys[layer][block], self._values[layer][block]
+        return self._keys[layer][block].float(), self._values[layer][block].float()
 
     def write_pooled(self, layer: int, table: BlockTable, first: int, *, pooled: Tensor) -> None:
         """Stores pooled indexer keys [m, index_dim] of the indexer blocks first..first+m-1."""
@@ -79,7 +135,7 @@ class KVCache:
 
     def pooled_tile(self, layer: int, table: BlockTable, j: int) -> Tensor:
         """Pooled keys [BLOCK_TOKENS / ratio, index_dim] of the j-th KV block."""
-        return self._pooled[layer][table.blocks[j]]
+        return self._pooled[layer][table.blocks[j]].float()
 
 
 def _pieces(table: BlockTable, position: int, n: int) -> list[tuple[int, slice, slice]]:

@@ -1,14 +1,16 @@
 """Everything a model remembers of one sequence: its length, KV blocks and recurrent state.
 
-Owns one `BlockTable` and one `RecurrentState`. Never computes. Hazard: `length` counts tokens whose KV is written
-in every layer; inside a forward pass it still is the length before the pass.
+Owns one `BlockTable` and one place of the `StatePool`. Never computes. Hazard: `length` counts tokens whose KV is
+written in every layer; inside a forward pass it still is the length before the pass.
 """
 
 from dataclasses import dataclass
 
-from makeway.kv.blocks import BlockTable
-from makeway.kv.cache import RAW_RING, KVCache
-from makeway.kv.state import RecurrentState
+import torch
+
+from makeway.kv.blocks import BLOCK_TOKENS, BlockTable
+from makeway.kv.cache import KVCache
+from makeway.kv.state import RecurrentState, StatePool
 
 
 @dataclass(frozen=True)
@@ -24,19 +26,28 @@ class SequenceSnapshot:
 
 
 class SequenceState:
-    """Open one per sequence; `close()` gives its blocks back."""
+    """Open one per sequence; `close()` gives its blocks and its place back.
 
-    def __init__(self, cache: KVCache, state: RecurrentState) -> None:
+    Raises UserError when all places of `states` are taken.
+    """
+
+    def __init__(self, cache: KVCache, states: StatePool) -> None:
         self.cache = cache
+        self.states = states
         self.table = BlockTable(cache.pool)
-        self.state = state
+        self.place, self.state = states.open()
         self.length = 0
         self._farthest = 0
+        self._closed = False
 
     @property
     def nbytes(self) -> int:
         """Bytes of the recurrent state (KV bytes belong to the cache)."""
         return self.state.nbytes
+
+    def fits(self, n_more: int) -> bool:
+        """Whether `reserve(n_more)` would succeed."""
+        return self.table.fits(self.length + n_more)
 
     def reserve(self, n_more: int) -> None:
         """KV room for `n_more` tokens; raises UserError when the cache is full."""
@@ -49,14 +60,18 @@ class SequenceState:
 
     def truncate(self, length: int) -> None:
         """Forgets every token from `length` on. Only where no recurrent state would have to run backwards, and,
-        with an indexer, only as far as its ring of raw keys reaches (or to a multiple of 64)."""
+        with an indexer, only as far as its ring of raw keys reaches (or to a whole number of KV blocks)."""
         assert 0 <= length <= self.length
-        assert self.state.can_truncate, "recurrent state cannot be truncated: restore a snapshot"
-        self._assert_ring_reaches(length)
+        assert not self.states.shapes.is_recurrent, "recurrent state cannot be truncated: restore a snapshot"
+        back = self._farthest - length
+        assert length % BLOCK_TOKENS == 0 or all(
+            back <= s.ring_rows - s.ratio for s in self.cache.shapes.values() if s.index_dim
+        ), "the ring of raw indexer keys does not reach back that far"
         self._set_length(length)
 
-    def snapshot(self) -> SequenceSnapshot:
-        return SequenceSnapshot(self.length, self.state.snapshot())
+    def snapshot(self, device: torch.device | None = None) -> SequenceSnapshot:
+        """The state as it is now, copied to `device` (its own when None)."""
+        return SequenceSnapshot(self.length, self.state.snapshot(device))
 
     def restore(self, snapshot: SequenceSnapshot) -> None:
         """Back to `snapshot`, an earlier point of this same sequence."""
@@ -64,16 +79,16 @@ class SequenceState:
         self.state.restore(snapshot.state)
         self._set_length(snapshot.length)
 
-    def _assert_ring_reaches(self, length: int) -> None:
-        reachable = self._farthest - length <= RAW_RING - 4 or length % 64 == 0
-        assert not self.state.raw or reachable, "the ring of raw indexer keys does not reach back that far"
-
     def _set_length(self, length: int) -> None:
         self.length = length
         self.table.shrink(length)
-        if length % 64 == 0:
+        if length % BLOCK_TOKENS == 0:
             self._farthest = length
 
     def close(self) -> None:
-        self.table.shrink(0)
-        self.length = 0
+        """May be called twice."""
+        if not self._closed:
+            self._closed = True
+            self.table.shrink(0)
+            self.states.places.give_back(self.place)
+            self.length = 0

@@ -52,13 +52,12 @@ def delta_net(ops: Ops, shape: DeltaNetShape, w: DeltaNetWeights, *, layer: int,
     beta = ops.sigmoid(raw_beta)
     out = x.new_empty((n, shape.n_v_heads, shape.v_dim))
     for s in batch.segments:
-        state = s.sequence.state
-        window = torch.cat((state.conv[layer], qkv[s.rows]))
-        state.conv[layer] = window[s.n :].clone()
+        tail, state = s.sequence.state.tensors["conv", layer], s.sequence.state.tensors["delta", layer]
+        window = torch.cat((tail, qkv[s.rows]))
+        tail.copy_(window[s.n :])
         q, k, v = _split(ops, shape, ops.silu(ops.causal_conv(window, w.conv)))
-        out[s.rows], state.delta[layer] = ops.delta_rule(
-            state.delta[layer], q, k, v=v, decay=decay[s.rows], beta=beta[s.rows]
-        )
+        out[s.rows], new = ops.delta_rule(state, q, k, v=v, decay=decay[s.rows], beta=beta[s.rows])
+        state.copy_(new)
     normed = ops.rms_norm(out, w.norm, shape.eps)
     gated = normed * (ops.sigmoid(gate) if shape.sigmoid_gate else ops.silu(gate))
     return ops.linear(gated.view(n, -1), w.out)

@@ -81,8 +81,9 @@ def ple(ops: Ops, w: PleWeights, hashes: PleHash, *, layer: int, h: Tensor, batc
         gate = ops.sigmoid(torch.sign(dot) * torch.sqrt(dot.abs().clamp(min=1e-6)))
         gated = gate[:, :, None] * ops.linear(embedded, w.value)[:, None, :]
         normed = stream_norm(ops, gated, w.norm_conv, eps).reshape(s.n, -1)
-        window = torch.cat((state.ple_conv[layer], normed))
-        state.ple_conv[layer] = window[s.n :].clone()
+        tail = state.tensors["ple_conv", layer]
+        window = torch.cat((tail, normed))
+        tail.copy_(window[s.n :])
         convolved = ops.silu(ops.causal_conv(window, w.conv, dilation=hashes.ngram))
         out[s.rows] = gated + convolved.view_as(gated)
     return out

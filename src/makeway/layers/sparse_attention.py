@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from makeway.kernels import Ops, Weight
-from makeway.kv import BLOCK_TOKENS, RAW_RING, Segment
+from makeway.kv import BLOCK_TOKENS, Segment
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,11 @@ def allowed_keys(
 def _pool_new_blocks(ops: Ops, w: IndexerWeights, *, layer: int, x: Tensor, segment: Segment) -> None:
     """Pools the blocks that the segment's rows complete and keeps the raw keys of the last positions."""
     sequence = segment.sequence
-    ring = sequence.state.raw[layer]
+    ring = sequence.state.tensors["raw", layer]
+    n_ring = ring.shape[0]
     new = ops.linear(x, w.k_proj)
     first = segment.position // w.ratio
-    kept = [ring[p % RAW_RING] for p in range(first * w.ratio, segment.position)]
+    kept = [ring[p % n_ring] for p in range(first * w.ratio, segment.position)]
     raw = torch.cat((torch.stack(kept), new)) if kept else new
     n_complete = raw.shape[0] // w.ratio
     if n_complete:
@@ -73,5 +74,5 @@ def _pool_new_blocks(ops: Ops, w: IndexerWeights, *, layer: int, x: Tensor, segm
         pooled = ops.rms_norm(total / w.ratio, w.k_norm, w.eps)
         pooled = ops.rope(pooled[:, None], starts, n_rot=w.n_rot, theta=w.theta)[:, 0]
         sequence.cache.write_pooled(layer, sequence.table, first, pooled=pooled)
-    for i in range(max(0, segment.n - RAW_RING), segment.n):
-        ring[(segment.position + i) % RAW_RING] = new[i]
+    for i in range(max(0, segment.n - n_ring), segment.n):
+        ring[(segment.position + i) % n_ring] = new[i]

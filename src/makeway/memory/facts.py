@@ -7,7 +7,7 @@ does not hold, so a model states the largest case (all layers, the widest row).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from makeway.errors import UserError
 
@@ -60,9 +60,10 @@ class PlanFacts:
     """All that `plan_memory` knows about a model.
 
     KV: `kv_bytes_per_token` maps each KV type the model supports ("f16", "q8_0", ...) to bytes per token
-    over all trunk layers; the MTP block's own are separate. Indexer keys are the pooled ones that are kept.
-    State: `state_bytes_per_sequence` holds delta-rule state, conv tails, PLE tail and raw indexer tail;
-    `replay_bytes_per_row` is what a verify step keeps per row to replay it (all layers).
+    over all trunk layers; the MTP block's own are separate. Indexer keys are the pooled ones that are kept, per
+    KV type too (empty: no indexer).
+    State: `state_bytes_per_sequence` holds delta-rule state, conv tails, PLE tail and raw indexer tail
+    (the MTP block's apart); `replay_bytes_per_row` is what a verify step keeps per row to replay it (all layers).
     Workspace: `chunk_row_bytes` is the largest mixer scratch per token of a chunk, `decode_row_bytes` the
     scratch per row of a step (without logits), `score_bytes_per_pair` what an unfused score matrix takes
     per (query token, context token), tiled by `score_tile_rows` queries. `decoded_itemsize` is the size
@@ -85,9 +86,10 @@ class PlanFacts:
     residual_itemsize: int = 2
     decoded_itemsize: int = 2
     mtp_kv_bytes_per_token: Mapping[str, int] | None = None
-    indexer_bytes_per_token: int = 0
-    mtp_indexer_bytes_per_token: int = 0
+    indexer_bytes_per_token: Mapping[str, int] = field(default_factory=dict)
+    mtp_indexer_bytes_per_token: Mapping[str, int] = field(default_factory=dict)
     state_bytes_per_sequence: int = 0
+    mtp_state_bytes_per_sequence: int = 0
     replay_bytes_per_row: int = 0
     ple_bytes: int = 0
     ple_bytes_per_token: int = 0
@@ -101,12 +103,12 @@ class PlanFacts:
 
     def __post_init__(self) -> None:
         """Refuse facts that cannot be a model. Raises UserError."""
-        for field, value in vars(self).items():
+        for name, value in vars(self).items():
             if isinstance(value, int) and value < 0:
-                raise UserError(f"{self.name}: {field} is {value}; a size cannot be negative")
-        for field in ("n_layers", "hidden", "vocab_size", "context_length", "n_streams", "score_tile_rows"):
-            if getattr(self, field) < 1:
-                raise UserError(f"{self.name}: {field} must be at least 1")
+                raise UserError(f"{self.name}: {name} is {value}; a size cannot be negative")
+        for name in ("n_layers", "hidden", "vocab_size", "context_length", "n_streams", "score_tile_rows"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{self.name}: {name} must be at least 1")
         if not any(not layer.is_mtp for layer in self.expert_layers):
             raise UserError(f"{self.name}: no layer has experts; makeway runs Mixture-of-Experts models only")
         for layer in self.expert_layers:
@@ -123,6 +125,9 @@ class PlanFacts:
         mtp_kv = self.mtp_kv_bytes_per_token
         if mtp_kv is not None and set(mtp_kv) != set(self.kv_bytes_per_token):
             raise UserError(f"{self.name}: trunk and MTP block must support the same KV types")
+        for indexer in (self.indexer_bytes_per_token, self.mtp_indexer_bytes_per_token):
+            if indexer and set(indexer) != set(self.kv_bytes_per_token):
+                raise UserError(f"{self.name}: indexer keys must support the KV types, or be absent")
 
     @property
     def has_mtp(self) -> bool:
@@ -144,17 +149,21 @@ class PlanFacts:
         return max(layer.top_k for layer in self.expert_layers)
 
     def sweep_bytes_per_token(self) -> tuple[tuple[str, int], ...]:
-        """(name, bytes per token) of what a sweep keeps for each of its tokens.
+        """(name, bytes per token) of the arrays that a sweep keeps for each of its tokens.
 
-        The residual (all streams), the MoE input, the f32 sum over experts and the routing: per chosen
-        expert an int32 id, an f32 weight and an int32 place in the order by expert.
+        The residual (all streams), the MoE input, the f32 sum over experts, f32 inject factors (with several
+        streams only) and the routing: per chosen expert an int32 id, an f32 weight and an int32 place in the
+        order by expert.
         """
-        return (
+        arrays = [
             ("sweep residual", self.n_streams * self.hidden * self.residual_itemsize),
             ("sweep input", self.hidden * self.residual_itemsize),
             ("sweep sum", self.hidden * 4),
             ("sweep routing", self.max_top_k * 12),
-        )
+        ]
+        if self.n_streams > 1:
+            arrays.append(("sweep inject", self.n_streams * 4))
+        return tuple(arrays)
 
     def decoded_expert_bytes(self) -> int:
         """Decoded gate + up + down of the widest expert, 0 when kernels decode in registers."""

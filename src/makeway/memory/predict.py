@@ -183,7 +183,7 @@ def predict_decode(plan: "MemoryPlan", hit_rate: float, rows: int, *, context_to
     link_bytes = int(used * (1.0 - hit_rate))
     seen = min(context_tokens, facts.attention_budget_tokens or context_tokens)
     kv_bytes = seen * facts.kv_bytes_per_token[plan.request.kv_type]
-    kv_bytes += context_tokens * facts.indexer_bytes_per_token
+    kv_bytes += context_tokens * facts.indexer_bytes_per_token.get(plan.request.kv_type, 0)
     weights = facts.resident_bytes(on_host=False, is_mtp=False)
     if plan.sizes.with_mtp:
         weights += facts.resident_bytes(on_host=False, is_mtp=True)

@@ -6,6 +6,7 @@ Hazard: `Sizes.need_bytes` must never shrink when a sweep gets longer, or a plan
 prompt length.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -197,19 +198,17 @@ class Sizes:
             for part in facts.resident
             if part.is_mtp == is_mtp and not part.on_host
         ]
-        parts.append(("KV cache", align_up(self.kv_tokens * facts.kv_bytes_per_token[request.kv_type]), "--context"))
-        parts.append(("indexer keys", align_up(self.kv_tokens * facts.indexer_bytes_per_token), "--context"))
+        per_token: list[tuple[str, Mapping[str, int]]] = [
+            ("KV cache", facts.kv_bytes_per_token),
+            ("indexer keys", facts.indexer_bytes_per_token),
+        ]
         if self.with_mtp:
-            kv = (facts.mtp_kv_bytes_per_token or {}).get(request.kv_type, 0)
-            parts.append(("MTP KV cache", align_up(self.kv_tokens * kv), "--context"))
-            parts.append(
-                (
-                    "MTP indexer keys",
-                    align_up(self.kv_tokens * facts.mtp_indexer_bytes_per_token),
-                    "--context",
-                )
-            )
-        parts.append(("recurrent state", align_up(request.sequences * facts.state_bytes_per_sequence), "--parallel"))
+            per_token.append(("MTP KV cache", facts.mtp_kv_bytes_per_token or {}))
+            per_token.append(("MTP indexer keys", facts.mtp_indexer_bytes_per_token))
+        for name, by_type in per_token:
+            parts.append((name, align_up(self.kv_tokens * by_type.get(request.kv_type, 0)), "--context"))
+        state = facts.state_bytes_per_sequence + (facts.mtp_state_bytes_per_sequence if self.with_mtp else 0)
+        parts.append(("recurrent state", align_up(request.sequences * state), "--parallel"))
         if self.with_mtp:
             rows = request.sequences * (1 + request.drafts)
             parts.append(("replay rows", align_up(rows * facts.replay_bytes_per_row), "--draft-depth"))

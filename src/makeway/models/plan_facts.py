@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Collection
 
 from makeway.gguf import GGUFFile
-from makeway.kv import RAW_RING, KVShape
-from makeway.memory.facts import ExpertLayerFacts, PlanFacts, ResidentPart
+from makeway.kv import KV_TYPES, KVShape, StateShapes
+from makeway.memory.facts import ExpertLayerFacts, PlanFacts, ResidentPart, align_up
 from makeway.models.base import ModelFacts
 from makeway.models.parts import part_of
 
@@ -27,13 +27,14 @@ _DENSE = (
 )
 
 
-def plan_facts(file: GGUFFile, facts: ModelFacts) -> PlanFacts:
-    """The planner's view of an open model file."""
+def plan_facts(file: GGUFFile, facts: ModelFacts, *, residual_itemsize: int = 2) -> PlanFacts:
+    """The planner's view of an open model file. A part is as big as its tensors, each at an aligned offset;
+    `residual_itemsize`: bytes of a value of the residual (2 on a GPU, 4 on the CPU)."""
     n_bytes: Counter[str] = Counter()
     n_weights: Counter[str] = Counter()
     for tensor in file.tensors.values():
         part = part_of(tensor.name, first_draft_block=facts.n_layers)
-        n_bytes[part] += tensor.n_bytes
+        n_bytes[part] += align_up(tensor.n_bytes)
         n_weights[part] += tensor.n_elements
     tied = "output.weight" not in file.tensors
     resident = [ResidentPart(part, n_bytes[part]) for part in _DENSE if n_bytes[part]]
@@ -43,6 +44,8 @@ def plan_facts(file: GGUFFile, facts: ModelFacts) -> PlanFacts:
         resident.append(ResidentPart("MTP block", n_bytes["MTP block"], is_mtp=True))
     trunk = {i: s for i, s in facts.kv_shapes.items() if i < facts.n_layers}
     draft = [s for i, s in facts.kv_shapes.items() if i >= facts.n_layers]
+    state = StateShapes.of(facts.state_shapes, kv=trunk, ple=facts.ple_tails)
+    whole_state = StateShapes.of(facts.state_shapes, kv=facts.kv_shapes, ple=facts.ple_tails)
     n_heads = file.get_int(f"{facts.architecture}.attention.head_count")
     head_dim = file.get_int(f"{facts.architecture}.attention.key_length")
     indexed = [s for s in trunk.values() if s.index_dim]
@@ -60,13 +63,15 @@ def plan_facts(file: GGUFFile, facts: ModelFacts) -> PlanFacts:
         vocab_size=facts.n_vocab,
         context_length=facts.context_length,
         n_streams=facts.n_streams,
+        residual_itemsize=residual_itemsize,
         expert_layers=tuple(_experts(file, facts, block) for block in range(facts.n_blocks)),
         resident=tuple(resident),
         kv_bytes_per_token=_kv(trunk.values()),
         mtp_kv_bytes_per_token=_kv(draft) if draft else None,
         indexer_bytes_per_token=_indexer(trunk.values()),
         mtp_indexer_bytes_per_token=_indexer(draft),
-        state_bytes_per_sequence=_state(facts),
+        state_bytes_per_sequence=state.bytes_per_sequence,
+        mtp_state_bytes_per_sequence=whole_state.bytes_per_sequence - state.bytes_per_sequence,
         replay_bytes_per_row=sum(4 * (s.conv_channels + 2 * s.n_heads) for s in facts.state_shapes.values()),
         ple_bytes=n_bytes["n-gram table"],
         ple_bytes_per_token=_ple_row_bytes(file, facts),
@@ -96,19 +101,11 @@ def _experts(file: GGUFFile, facts: ModelFacts, block: int) -> ExpertLayerFacts:
 
 
 def _kv(shapes: Collection[KVShape]) -> dict[str, int]:
-    return {name: sum(s.bytes_per_token(size) for s in shapes) for name, size in (("f16", 2), ("f32", 4))}
+    return {name: sum(s.bytes_per_token(t.itemsize) for s in shapes) for name, t in KV_TYPES.items()}
 
 
-def _indexer(shapes: Collection[KVShape]) -> int:
-    """Pooled keys in half precision, per token, rounded up."""
-    return sum(-(-2 * s.index_dim // s.ratio) for s in shapes if s.index_dim)
-
-
-def _state(facts: ModelFacts) -> int:
-    """Delta states, conv tails, PLE tails and the rings of raw indexer keys of one sequence, float32."""
-    total = sum(s.nbytes for s in facts.state_shapes.values())
-    total += sum(4 * rows * width for rows, width in facts.ple_tails.values())
-    return total + sum(4 * RAW_RING * s.index_dim for s in facts.kv_shapes.values())
+def _indexer(shapes: Collection[KVShape]) -> dict[str, int]:
+    return {name: sum(s.index_bytes_per_token(t.itemsize) for s in shapes) for name, t in KV_TYPES.items()}
 
 
 def _ple_row_bytes(file: GGUFFile, facts: ModelFacts) -> int:
