@@ -15,6 +15,7 @@ FILES = {
     "qwen3moe-base": "qwen3moe-base-bf16.gguf",
     "qwen3next-base": "qwen3next-base-bf16.gguf",
     "qwen35moe-base": "qwen35moe-base-bf16.gguf",
+    "qwen4exp-base": "qwen4exp-base-bf16.gguf",
     "qwen4exp-k96": "qwen4exp-k96-UD-Q4_K_XL.gguf",
 }
 
@@ -41,7 +42,7 @@ def planned(runner, *, kv_type="f32", drafts=0):
 
 @pytest.mark.parametrize("kv_type", ["f16", "f32"])
 @pytest.mark.parametrize(
-    ("name", "drafts"), [*((name, 0) for name in FILES), ("qwen35moe-base", 3), ("qwen4exp-k96", 3)]
+    ("name", "drafts"), [*((name, 0) for name in FILES), ("qwen35moe-base", 3), ("qwen4exp-base", 3)]
 )
 def test_the_plan_says_what_the_caches_take(name, kv_type, drafts):
     runner = Runner(golden_path(FILES[name]))
