@@ -1,4 +1,6 @@
-"""Devices for tests: one that keeps its own tally, one that fails on demand, one that is as late as it may be."""
+"""Devices for tests: they keep a tally, fail on demand, are as late as they may be, or know what may run when."""
+
+from dataclasses import replace
 
 from makeway.device import CpuDevice
 
@@ -121,3 +123,67 @@ class _LazyEvent:
 
     def wait(self):
         self.device.catch_up(self.number)
+
+
+class OrderedDevice(CpuDevice):
+    """Knows, as streams do, what runs only after what. Raises AssertionError when bytes are read that may still be on
+    their way, or when a copy may overtake the computation that still reads its target."""
+
+    def __init__(self, vram_bytes=None):
+        super().__init__(vram_bytes)
+        self._copies, self._reads = [], []  # (start, end) of every copy's target and of every read, in order
+        self._n_copies_awaited = self._n_reads_awaited = 0  # by the computation, by the copies
+
+    def watched(self, ops):
+        """The same operations; the expert FFN says which bytes it reads."""
+
+        def expert_ffn(x, *weights):
+            for weight in weights:
+                self._read(weight.raw)
+            return ops.expert_ffn(x, *weights)
+
+        return replace(ops, expert_ffn=expert_ffn)
+
+    def copy(self, target, source):
+        span = _span(target)
+        assert not any(_overlap(span, read) for read in self._reads[self._n_reads_awaited :]), "a copy overtakes a read"
+        self._copies.append(span)
+        super().copy(target, source)
+
+    def _read(self, raw):
+        span = _span(raw)
+        assert not any(_overlap(span, copy) for copy in self._copies[self._n_copies_awaited :]), "bytes read too early"
+        self._reads.append(span)
+
+    def record_copies(self):
+        return _OrderedEvent(self, len(self._copies), 0)
+
+    def record_compute(self):
+        return _OrderedEvent(self, 0, len(self._reads))
+
+    def compute_waits(self, event):
+        self._n_copies_awaited = max(self._n_copies_awaited, event.n_copies)
+
+    def copies_wait(self, event):
+        self._n_reads_awaited = max(self._n_reads_awaited, event.n_reads)
+
+
+class _OrderedEvent:
+    def __init__(self, device, n_copies, n_reads):
+        self.device, self.n_copies, self.n_reads = device, n_copies, n_reads
+
+    def is_done(self):
+        self.wait()
+        return True
+
+    def wait(self):
+        self.device.compute_waits(self)
+        self.device.copies_wait(self)
+
+
+def _span(tensor):
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+
+
+def _overlap(a, b):
+    return a[0] < b[1] and b[0] < a[1]

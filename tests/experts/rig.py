@@ -5,6 +5,7 @@ import torch
 
 from makeway.experts.cache import ExpertCache
 from makeway.experts.cached import CachedExperts
+from makeway.experts.loader import load_experts
 from makeway.experts.policies import Gate, Policy
 from makeway.experts.streamed import StreamedExperts
 from makeway.kernels import REFERENCE
@@ -24,7 +25,7 @@ FILES = ("qwen4exp-k96-UD-Q4_K_XL.gguf", "qwen35moe-base-bf16.gguf", "qwen3moe-b
 class Rig:
     """Slots of one golden model, decode layout published."""
 
-    def __init__(self, file, *, slots, policy="lru", gate=None, uploads=2):
+    def __init__(self, file, *, slots, policy="lru", gate=None, uploads=2, device=None, ops=REFERENCE):
         self.runner = Runner(golden_path(file))
         facts = plan_facts(self.runner.file, self.runner.model.facts)
         request = {"context": 256, "slots": slots, "uploads_per_layer": uploads, "reserve_bytes": 0}
@@ -32,7 +33,8 @@ class Rig:
         ring = 2 * facts.expert_layers[0].n_experts * max(layer.stride_bytes for layer in facts.expert_layers)
         self.plan = plan_memory(facts, PlanRequest(vram_bytes=least + ring, **request))
         self.arena = Arena(self.plan.arena_bytes, torch.device("cpu"))
-        self.device = RecordingDevice()
+        self.device = device or RecordingDevice()
+        self.ops = ops
         n_layers, n_experts = len(self.plan.layers), self.plan.sizes.n_experts
         profile = np.random.default_rng(3).random((n_layers, n_experts)) if policy == "static" else None
         self.policy = Policy(
@@ -43,7 +45,7 @@ class Rig:
             gate=gate or Gate(1, 4),
             profile=profile,
         )
-        store = self.runner.model.store
+        store = load_experts(self.runner.file, self.runner.model.store.layers, self.device)
         slots_view, self.transient, _ = self.arena.layout(self.plan.decode.regions)
         self.cache = ExpertCache(store, self.plan, slots_view, policy=self.policy, device=self.device)
 
@@ -65,7 +67,7 @@ class Rig:
         ring = Region("ring", kept.end, buffers * piece * self.plan.sizes.stride_bytes)
         kept_view, ring_view = self.arena.layout([kept, ring])
         self.cache.attach(kept_view)
-        return StreamedExperts(self.cache, REFERENCE, ring=ring_view, piece_experts=piece, copies_all=copies_all)
+        return StreamedExperts(self.cache, self.ops, ring=ring_view, piece_experts=piece, copies_all=copies_all)
 
     def cached(self, *, n_transient=None):
         """Publish the decode layout again; `n_transient` cuts the transient region to so many experts."""
@@ -75,7 +77,7 @@ class Rig:
             transient = Region("transient region", transient.offset, n_bytes)
         slots_view, transient_view = self.arena.layout([self.plan.decode.slots, transient])
         self.cache.attach(slots_view)
-        return CachedExperts(self.cache, REFERENCE, transient=transient_view)
+        return CachedExperts(self.cache, self.ops, transient=transient_view)
 
 
 def decode(runner, experts, sequence, *, token, n_steps, end_step=lambda: None):

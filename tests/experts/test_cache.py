@@ -74,7 +74,7 @@ def test_the_audit_sees_one_wrong_byte():
 def test_plan_store_and_policy_must_agree():
     rig = Rig(FILES[2], slots=2)
     view, *_ = rig.arena.layout(rig.plan.decode.regions)
-    few = ExpertStore(rig.cache.store.layers[:1])
+    few = ExpertStore(rig.runner.model.store.layers[:1], rig.device)
     with pytest.raises(EngineFailed, match="planned for"):
         ExpertCache(few, rig.plan, view, policy=rig.policy, device=rig.device)
     with pytest.raises(EngineFailed, match="the policy is for another number"):

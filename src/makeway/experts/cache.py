@@ -18,8 +18,7 @@ from makeway.device import Device
 from makeway.errors import EngineFailed
 from makeway.experts.policies import Policy
 from makeway.experts.slots import NONE, SlotTable
-from makeway.experts.store import ExpertStore
-from makeway.kernels import Weight
+from makeway.experts.store import ExpertStore, Weights
 from makeway.memory.arena import View
 from makeway.memory.plan import MemoryPlan
 
@@ -27,7 +26,8 @@ from makeway.memory.plan import MemoryPlan
 @dataclass
 class Counters:
     """Totals since the start. hits, misses: routed experts, once per call of a layer. uploads: experts that were
-    published in a slot. evictions: published experts that gave up theirs to another. link_bytes: copied for experts.
+    published in a slot. evictions: published experts that gave up theirs to another. link_bytes: copied for experts;
+    upload_bytes: those of them that were published; served_bytes: experts run from slots.
     """
 
     hits: int = 0
@@ -35,6 +35,8 @@ class Counters:
     uploads: int = 0
     evictions: int = 0
     link_bytes: int = 0
+    upload_bytes: int = 0
+    served_bytes: int = 0
 
 
 class ExpertCache:
@@ -78,30 +80,25 @@ class ExpertCache:
             raise EngineFailed(f"expert cache: slot {slot} of layer {layer} is not in {self._slots.region.name!r}")
         return self._slots.tensor[offset:end]
 
-    def weights_of(self, layer: int, slot: int) -> tuple[Weight, Weight, Weight]:
+    def weights_of(self, layer: int, slot: int) -> Weights:
         """gate, up, down of the expert in a slot, in place."""
         return self.weights_in(layer, self.slot_bytes(layer, slot))
 
-    def weights_in(self, layer: int, room: Tensor) -> tuple[Weight, Weight, Weight]:
+    def weights_in(self, layer: int, room: Tensor) -> Weights:
         """gate, up, down of an expert of `layer` that lies in `room`, u8 [expert bytes], in place."""
-        parts = self.store.layers[layer]
-        out, at = [], 0
-        for part in (parts.gate, parts.up, parts.down):
-            raw = room[at : at + part.expert_bytes].view(part.raw.shape[1:])
-            out.append(Weight(raw, part.type, part.n_cols))
-            at += part.expert_bytes
-        return out[0], out[1], out[2]
+        return self.store.layers[layer].weights_in(room)
 
-    def fetch(self, layer: int, expert: int, room: Tensor) -> tuple[Weight, Weight, Weight]:
-        """Copy an expert from the store into `room`, u8 [expert bytes]; its matrices there."""
-        weights = self.weights_in(layer, room)
-        for target, source in zip(weights, self.store.layers[layer].of(expert), strict=True):
-            self.device.copy(target.raw, source.raw)
+    def fetch(self, layer: int, expert: int, room: Tensor) -> Weights:
+        """Ask for a copy of an expert from the store in `room`, u8 [expert bytes]; its matrices there.
+
+        Nothing waits: they are to be read only after the event of `device.record_copies()`.
+        """
+        self.device.copy(room, self.store.bytes_of(layer, expert))
         self.counters.link_bytes += room.numel()
-        return weights
+        return self.weights_in(layer, room)
 
     def restore(self, layers: Sequence[int], experts: Sequence[int]) -> int:
-        """Fill free slots with experts, first wishes first, and publish them; returns how many found room."""
+        """Fill free slots with experts, first wishes first, wait, and publish them; returns how many found room."""
         chosen = [
             (layer, slot, expert)
             for layer, slot, expert in zip(layers, self.table.assign(layers, experts).tolist(), experts, strict=True)
@@ -111,10 +108,13 @@ class ExpertCache:
             return 0
         at_layers, at_slots, of_experts = (list(column) for column in zip(*chosen, strict=True))
         self.table.fill(at_layers, at_slots, of_experts)
+        self.device.copies_wait(self.device.record_compute())  # who had the slot before may still be reading it
         for layer, slot, expert in chosen:
             self.fetch(layer, expert, self.slot_bytes(layer, slot))
+        self.device.record_copies().wait()
         self.table.publish(at_layers, at_slots)
         self.counters.uploads += len(chosen)
+        self.counters.upload_bytes += sum(self.plan.layers[layer].expert_bytes for layer in at_layers)
         return len(chosen)
 
     def lend(self, n_kept: int) -> NDArray[np.int64]:
@@ -139,8 +139,7 @@ class ExpertCache:
             for expert, slot in enumerate(experts):
                 if slot == NONE:
                     continue
-                pairs = zip(self.weights_of(layer, slot), self.store.layers[layer].of(expert), strict=True)
-                if not all(torch.equal(cached.raw, truth.raw) for cached, truth in pairs):
+                if not torch.equal(self.slot_bytes(layer, slot).cpu(), self.store.bytes_of(layer, expert)):
                     raise EngineFailed(
                         f"expert cache: slot {slot} of layer {layer} is not expert {expert} of the store"
                     )

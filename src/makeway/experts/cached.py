@@ -15,11 +15,9 @@ from makeway.experts.cache import ExpertCache
 from makeway.experts.executors import add_expert
 from makeway.experts.routed import RoutedInput
 from makeway.experts.slots import NONE
-from makeway.experts.store import used_experts
-from makeway.kernels import Ops, Weight
+from makeway.experts.store import Weights, used_experts
+from makeway.kernels import Ops
 from makeway.memory.arena import View
-
-Weights = tuple[Weight, Weight, Weight]
 
 
 @dataclass
@@ -28,7 +26,7 @@ class _Step:
 
     spare_set: int
     fetched: NDArray[np.int32]
-    routed: dict[int, list[NDArray[np.int64]]] = field(default_factory=dict)
+    routed: dict[int, list[NDArray[np.integer]]] = field(default_factory=dict)
 
 
 class CachedExperts:
@@ -52,23 +50,29 @@ class CachedExperts:
         slots = cache.table.slot_of[layer].tolist()
         room = self._transient.tensor
         n_bytes, stride = cache.store.layers[layer].expert_bytes, cache.plan.layers[layer].stride_bytes
-        ready: list[tuple[int, Weights]] = []  # one round: experts whose bytes are all in VRAM
-        at = 0
+        ready: list[tuple[int, Weights]] = []  # one round: experts whose bytes all have room at once
+        at = n_fetched = 0
         for expert in used_experts(moe.ids):
             if slots[expert] != NONE:
                 cache.counters.hits += 1
+                cache.counters.served_bytes += n_bytes
                 ready.append((expert, cache.weights_of(layer, slots[expert])))
                 continue
             cache.counters.misses += 1
-            weights = self._fetch_into_spare(layer, expert)
-            if weights is None:
-                if at + n_bytes > room.numel():
-                    self._run(moe, ready)
-                    ready, at = [], 0
+            spare = self._free_spare(layer, expert)
+            if spare is None and at + n_bytes > room.numel():
+                self._run(moe, ready, n_fetched=n_fetched)
+                ready, at, n_fetched = [], 0, 0
+            if n_fetched == 0:  # spares and transient room may still be read, by the round or the step before
+                cache.device.copies_wait(cache.device.record_compute())
+            n_fetched += 1
+            if spare is not None:
+                weights = self._fetch_into_spare(layer, expert, spare=spare)
+            else:
                 weights = cache.fetch(layer, expert, room[at : at + n_bytes])
                 at += stride
             ready.append((expert, weights))
-        self._run(moe, ready)
+        self._run(moe, ready, n_fetched=n_fetched)
 
     def end_step(self) -> None:
         """The step is complete: decide about the one before it, whose spare set the next step fills again."""
@@ -81,21 +85,26 @@ class CachedExperts:
             raise EngineFailed("experts settle between steps, and a step is open")
         self._decide()
 
-    def _run(self, moe: RoutedInput, ready: list[tuple[int, Weights]]) -> None:
+    def _run(self, moe: RoutedInput, ready: list[tuple[int, Weights]], *, n_fetched: int) -> None:
+        if n_fetched:
+            self._cache.device.compute_waits(self._cache.device.record_copies())
         for expert, weights in ready:
             add_expert(self._ops, moe, expert, weights=weights)
 
-    def _fetch_into_spare(self, layer: int, expert: int) -> Weights | None:
-        """A wanted miss goes to a spare of this step, at most once; None when it must go to the transient region."""
-        step, cache = self._step, self._cache
-        fetched = step.fetched[layer]
+    def _free_spare(self, layer: int, expert: int) -> int | None:
+        """A wanted miss goes to a spare of this step, at most once: which one, None for the transient region."""
+        fetched = self._step.fetched[layer]
         free = np.flatnonzero(fetched == NONE)
         if not self._wanted[layer, expert] or free.size == 0 or expert in fetched:
             return None
-        slot = int(cache.table.spares[step.spare_set, layer, free[0]])
+        return int(free[0])
+
+    def _fetch_into_spare(self, layer: int, expert: int, *, spare: int) -> Weights:
+        step, cache = self._step, self._cache
+        slot = int(cache.table.spares[step.spare_set, layer, spare])
         cache.table.fill(layer, slot, expert)
         weights = cache.fetch(layer, expert, cache.slot_bytes(layer, slot))
-        fetched[free[0]] = expert  # only now: a spare whose copy failed is never kept
+        step.fetched[layer, spare] = expert  # only now: a spare whose copy failed is never kept
         return weights
 
     def _decide(self) -> None:
@@ -112,6 +121,7 @@ class CachedExperts:
         kept = policy.decide(late.fetched, table.is_published(), n_free=table.n_free())
         table.keep(late.spare_set, kept.layers, kept.spares, victims=kept.victims)
         counters.uploads += kept.layers.size
+        counters.upload_bytes += sum(self._cache.plan.layers[layer].expert_bytes for layer in kept.layers.tolist())
         counters.evictions += int((kept.victims != NONE).sum())
         self._wanted = policy.wanted(table.is_published(), n_free=table.n_free())
 

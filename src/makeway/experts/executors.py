@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from makeway.experts.routed import RoutedInput
-from makeway.experts.store import ExpertStore, used_experts
+from makeway.experts.store import AnyExperts, used_experts
 from makeway.kernels import Ops, Weight
 
 
@@ -27,9 +27,9 @@ def add_expert(ops: Ops, moe: RoutedInput, expert: int, *, weights: tuple[Weight
 
 
 class DirectExperts:
-    """Runs each expert straight from the store, decoding one at a time."""
+    """Runs each expert where it lies (in the mapped file, or in the store), decoding one at a time."""
 
-    def __init__(self, store: ExpertStore, ops: Ops) -> None:
+    def __init__(self, store: AnyExperts, ops: Ops) -> None:
         self._store = store
         self._ops = ops
 

@@ -1,17 +1,42 @@
 """The sweep's executor: experts stream through a ring, piece by piece; those in slots are used in place.
 
-Owns the ring's buffers while a sweep runs. Never publishes, evicts or learns: the cache is as it was afterwards.
+Owns the ring's buffers while a sweep runs, and what crosses the link ahead of the computation. Never publishes, evicts
+or learns: the cache is as it was afterwards.
 Hazard: one call is one crossing of the layer's experts, so a sweep must call each layer once with all its tokens.
 """
 
+from collections import deque
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from makeway.device import Event
 from makeway.errors import EngineFailed
 from makeway.experts.cache import ExpertCache
 from makeway.experts.executors import add_expert
 from makeway.experts.routed import RoutedInput
 from makeway.experts.slots import NONE
-from makeway.experts.store import used_experts
-from makeway.kernels import Ops, Weight
+from makeway.experts.store import Weights, used_experts
+from makeway.kernels import Ops
 from makeway.memory.arena import View
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Consecutive experts of a layer, and those among them that are to cross the link."""
+
+    layer: int
+    experts: range
+    absent: list[int]
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """A piece whose copies into a buffer were asked for. `copied`: when they are complete; None: nothing is absent."""
+
+    piece: _Piece
+    buffer: int
+    copied: Event | None
 
 
 class StreamedExperts:
@@ -21,44 +46,107 @@ class StreamedExperts:
     def __init__(self, cache: ExpertCache, ops: Ops, *, ring: View, piece_experts: int, copies_all: bool) -> None:
         """Raises EngineFailed when the ring has no room for one piece."""
         self._cache = cache
+        self._device = cache.device
         self._ops = ops
         self._ring = ring
-        self._piece = piece_experts
+        self._piece_experts = piece_experts
         self._copies_all = copies_all
         self._buffer_bytes = piece_experts * cache.plan.sizes.stride_bytes
         self._n_buffers = ring.region.n_bytes // self._buffer_bytes
-        self._next_buffer = 0
         if self._n_buffers < 1:
             raise EngineFailed(
                 f"a piece of {piece_experts} experts does not fit the ring of {ring.region.n_bytes} bytes"
             )
+        self._n_full = 0  # buffers whose piece has not run
+        self._next_buffer = 0
+        self._read: list[Event | None] = [None] * self._n_buffers  # when what was in a buffer had been used
+        self._coming: deque[_Piece] = deque()  # in the order in which they will run; not asked for yet
+        self._staged: deque[_Staged] = deque()
+        # The ring was slots before, and this region's next owner is not the last one to use the link.
+        self._device.copies_wait(self._device.record_compute())
+        self._device.compute_waits(self._device.record_copies())
 
     def __call__(self, layer: int, moe: RoutedInput) -> None:
-        cache = self._cache
-        slots = cache.table.slot_of[layer].tolist()
+        """Every piece of the layer; while one computes, the next ones are on their way as far as the ring has room."""
         used = set(used_experts(moe.ids))
-        n_hits = sum(slots[expert] != NONE for expert in used)
-        cache.counters.hits += n_hits
-        cache.counters.misses += len(used) - n_hits
-        n_experts = cache.store.layers[layer].n_experts
-        for first in range(0, n_experts, self._piece):
-            piece = range(first, min(first + self._piece, n_experts))
-            wanted = piece if self._copies_all else [expert for expert in piece if expert in used]
-            staged = self._stage(layer, [expert for expert in wanted if slots[expert] == NONE])
-            for expert in piece:
-                if expert in used:
-                    weights = staged[expert] if slots[expert] == NONE else cache.weights_of(layer, slots[expert])
-                    add_expert(self._ops, moe, expert, weights=weights)
+        if not self._is_coming(layer):
+            self._announce(layer, used)
+        n_experts = self._cache.store.layers[layer].n_experts
+        for _ in range(0, n_experts, self._piece_experts):
+            self._stage()
+            self._run(layer, self._staged.popleft(), moe, used=used)
+        self._stage()
 
-    def _stage(self, layer: int, experts: list[int]) -> dict[int, tuple[Weight, Weight, Weight]]:
-        """Copy experts into the next buffer of the ring."""
-        buffer = self._next_buffer * self._buffer_bytes
-        self._next_buffer = (self._next_buffer + 1) % self._n_buffers
-        n_bytes = self._cache.store.layers[layer].expert_bytes
-        stride = self._cache.plan.layers[layer].stride_bytes
-        ring = self._ring.tensor
-        starts = [buffer + i * stride for i in range(len(experts))]
-        return {
-            expert: self._cache.fetch(layer, expert, ring[start : start + n_bytes])
-            for expert, start in zip(experts, starts, strict=True)
-        }
+    def prefetch(self, layer: int) -> None:
+        """`layer` runs next after those announced before: its first pieces may cross the link already.
+
+        Without effect when only routed experts cross, for these are known when the layer runs; twice is harmless.
+        """
+        if self._copies_all and not self._is_coming(layer):
+            self._announce(layer, set())
+            self._stage()
+
+    def close(self) -> None:
+        """The sweep is over, or was given up: what is computed from now on waits for the copies under way."""
+        self._coming.clear()
+        self._staged.clear()
+        self._device.compute_waits(self._device.record_copies())
+
+    def _is_coming(self, layer: int) -> bool:
+        staged = (staged.piece for staged in self._staged)
+        return any(piece.layer == layer for piece in (*staged, *self._coming))
+
+    def _announce(self, layer: int, used: set[int]) -> None:
+        n_experts = self._cache.store.layers[layer].n_experts
+        slots = self._cache.table.slot_of[layer].tolist()
+        for first in range(0, n_experts, self._piece_experts):
+            experts = range(first, min(first + self._piece_experts, n_experts))
+            absent = [e for e in experts if slots[e] == NONE and (self._copies_all or e in used)]
+            self._coming.append(_Piece(layer, experts, absent))
+
+    def _stage(self) -> None:
+        """Ask for the copies of pieces to come while there are buffers; a piece that is all in slots needs none."""
+        while self._coming and not (self._coming[0].absent and self._n_full == self._n_buffers):
+            piece = self._coming.popleft()
+            if not piece.absent:
+                self._staged.append(_Staged(piece, NONE, None))
+                continue
+            buffer, self._next_buffer = self._next_buffer, (self._next_buffer + 1) % self._n_buffers
+            self._n_full += 1
+            was_read = self._read[buffer]
+            if was_read is not None:
+                self._device.copies_wait(was_read)
+            for i, expert in enumerate(piece.absent):
+                self._cache.fetch(piece.layer, expert, self._room(piece.layer, buffer, i=i))
+            self._staged.append(_Staged(piece, buffer, self._device.record_copies()))
+
+    def _room(self, layer: int, buffer: int, *, i: int) -> Tensor:
+        """Where the `i`-th absent expert of a piece lies in its buffer, u8 [expert bytes]."""
+        start = buffer * self._buffer_bytes + i * self._cache.plan.layers[layer].stride_bytes
+        return self._ring.tensor[start : start + self._cache.store.layers[layer].expert_bytes]
+
+    def _run(self, layer: int, staged: _Staged, moe: RoutedInput, *, used: set[int]) -> None:
+        piece = staged.piece
+        if piece.layer != layer:
+            raise EngineFailed(f"layer {piece.layer} was announced to run next, not layer {layer}")
+        if staged.copied is not None:
+            self._device.compute_waits(staged.copied)
+        for expert in piece.experts:
+            if expert in used:
+                add_expert(self._ops, moe, expert, weights=self._weights(staged, expert))
+        if staged.copied is not None:
+            self._read[staged.buffer] = self._device.record_compute()
+            self._n_full -= 1
+
+    def _weights(self, staged: _Staged, expert: int) -> Weights:
+        cache, layer = self._cache, staged.piece.layer
+        if expert in staged.piece.absent:
+            cache.counters.misses += 1
+            i = staged.piece.absent.index(expert)
+            return cache.weights_in(layer, self._room(layer, staged.buffer, i=i))
+        slot = int(cache.table.slot_of[layer, expert])
+        if slot == NONE:
+            raise EngineFailed(f"expert {expert} of layer {layer} left its slot while a sweep counted on it")
+        cache.counters.hits += 1
+        cache.counters.served_bytes += cache.plan.layers[layer].expert_bytes
+        return cache.weights_of(layer, slot)

@@ -14,7 +14,7 @@ from torch import Tensor
 from makeway.errors import UserError
 from makeway.experts.executors import Experts
 from makeway.experts.routed import RoutedInput
-from makeway.experts.store import ExpertStore
+from makeway.experts.store import FileExperts
 from makeway.gguf import GGUFFile
 from makeway.kernels import Weight
 from makeway.kv import Batch, KVShape, StateShape
@@ -51,7 +51,7 @@ class Model(Protocol):
     """h is the residual: f32 [n, hidden], or [n, streams, hidden] where there are hyper-connections."""
 
     facts: ModelFacts
-    store: ExpertStore
+    store: FileExperts
     device: torch.device
 
     def embed(self, batch: Batch) -> Tensor: ...

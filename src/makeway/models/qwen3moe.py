@@ -8,7 +8,7 @@ from torch import Tensor
 
 from makeway.errors import UserError
 from makeway.experts.routed import RoutedInput
-from makeway.experts.store import ExpertStore
+from makeway.experts.store import FileExperts
 from makeway.gguf import GGUFFile
 from makeway.kernels import Ops
 from makeway.kv import Batch
@@ -16,17 +16,17 @@ from makeway.layers.attention import attention
 from makeway.layers.moe import moe_input
 from makeway.models import blocks
 from makeway.models.base import Header, embedding
-from makeway.models.weights import WeightReader
+from makeway.models.weights import Place, WeightReader
 
 
 class Qwen3Moe:
     """Loads views only; raises UserError for a file whose tensors and metadata disagree."""
 
-    def __init__(self, file: GGUFFile, ops: Ops, device: torch.device) -> None:
+    def __init__(self, file: GGUFFile, ops: Ops, device: torch.device, place: Place | None = None) -> None:
         head = Header.read(file)
         if head.n_draft_layers:
             raise UserError(f"{file.paths[0]}: qwen3moe files have no MTP block, this one names {head.n_draft_layers}")
-        r = WeightReader(file, device)
+        r = WeightReader(file, device, place)
         self.device = device
         self._ops, self._head = ops, head
         self._shape = blocks.attention_shape(head, gated=False)
@@ -37,7 +37,7 @@ class Qwen3Moe:
         self._norms = [r.vector(f"blk.{i}.attn_norm.weight", (head.hidden,)) for i in n]
         self._ffn_norms = [r.vector(f"blk.{i}.ffn_norm.weight", (head.hidden,)) for i in n]
         self._moe = [blocks.moe_weights(r, head, i) for i in n]
-        self.store = ExpertStore(
+        self.store = FileExperts(
             [r.experts(i, n_experts=head.n_experts, hidden=head.hidden, ff=head.expert_ff) for i in n]
         )
         self.facts = head.facts(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from makeway.experts.routed import RoutedInput
-from makeway.experts.store import ExpertStore
+from makeway.experts.store import FileExperts
 from makeway.gguf import GGUFFile
 from makeway.kernels import Ops
 from makeway.kv import Batch
@@ -17,7 +17,7 @@ from makeway.layers.delta_net import delta_net
 from makeway.layers.moe import moe_input
 from makeway.models import blocks
 from makeway.models.base import Header, embedding
-from makeway.models.weights import WeightReader
+from makeway.models.weights import Place, WeightReader
 
 
 class Qwen3Next:
@@ -25,9 +25,9 @@ class Qwen3Next:
 
     tiled = False
 
-    def __init__(self, file: GGUFFile, ops: Ops, device: torch.device) -> None:
+    def __init__(self, file: GGUFFile, ops: Ops, device: torch.device, place: Place | None = None) -> None:
         head = Header.read(file)
-        r = WeightReader(file, device)
+        r = WeightReader(file, device, place)
         self.device = device
         self._ops, self._head = ops, head
         recurrent = head.recurrent_layers()
@@ -45,7 +45,7 @@ class Qwen3Next:
         self._norms = [r.vector(f"blk.{i}.attn_norm.weight", (head.hidden,)) for i in n]
         self._ffn_norms = [r.vector(f"blk.{i}.post_attention_norm.weight", (head.hidden,)) for i in n]
         self._moe = [blocks.moe_weights(r, head, i) for i in n]
-        self.store = ExpertStore(
+        self.store = FileExperts(
             [r.experts(i, n_experts=head.n_experts, hidden=head.hidden, ff=head.expert_ff) for i in n]
         )
         if head.n_draft_layers:

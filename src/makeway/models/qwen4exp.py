@@ -9,7 +9,7 @@ from torch import Tensor
 
 from makeway.errors import UserError
 from makeway.experts.routed import RoutedInput
-from makeway.experts.store import ExpertStore
+from makeway.experts.store import FileExperts
 from makeway.gguf import GGUFFile
 from makeway.kernels import Ops
 from makeway.kv import Batch
@@ -21,15 +21,15 @@ from makeway.layers.ple import PleHash, PleWeights, ple
 from makeway.layers.sparse_attention import IndexerWeights
 from makeway.models import blocks
 from makeway.models.base import Header, embedding
-from makeway.models.weights import WeightReader
+from makeway.models.weights import Place, WeightReader
 
 
 class Qwen4Exp:
     """Loads views only; raises UserError for a file whose tensors and metadata disagree."""
 
-    def __init__(self, file: GGUFFile, ops: Ops, device: torch.device) -> None:
+    def __init__(self, file: GGUFFile, ops: Ops, device: torch.device, place: Place | None = None) -> None:
         head = Header.read(file)
-        r = WeightReader(file, device)
+        r = WeightReader(file, device, place)
         self.device = device
         self._ops, self._head, self._file = ops, head, file
         self._n_streams = file.get_int(f"{head.arch}.hyper_connection.count")
@@ -52,7 +52,7 @@ class Qwen4Exp:
         self._hc_attn = [self._mixer(r, f"blk.{i}.hc_attn_", inject=True) for i in n]
         self._hc_ffn = [self._mixer(r, f"blk.{i}.hc_ffn_", inject=True) for i in n]
         self._moe = [blocks.moe_weights(r, head, i) for i in n]
-        self.store = ExpertStore(
+        self.store = FileExperts(
             [r.experts(i, n_experts=head.n_experts, hidden=head.hidden, ff=head.expert_ff) for i in n]
         )
         self._read_ple(r)
