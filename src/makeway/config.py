@@ -6,6 +6,7 @@ Owns the defaults. Never reads files or the environment. Hazard: a default writt
 import math
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from makeway.errors import UserError
@@ -22,6 +23,7 @@ def parse_bytes(text: str, flag: str) -> int:
 
 
 DeviceName = Literal["auto", "cpu", "cuda"]
+Handover = Literal["auto", "never", "always"]
 
 
 def _check(ok: bool, what: str, do: str) -> None:
@@ -31,25 +33,50 @@ def _check(ok: bool, what: str, do: str) -> None:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How an engine is set up. `None` means: chosen by makeway and shown in the status document.
+    """How an engine is set up. `None` means auto: chosen by the plan and shown in the status document.
 
-    device: "auto" takes CUDA where there is one. context: tokens a sequence may hold, prompt and answer together
-    (None: the model's own, at most 8192). parallel: sequences at once. chunk: prompt tokens that go through a layer
-    together. sweep_tokens: prompt tokens of one pass over the layers, for which each expert is decoded once.
+    device: "auto" takes CUDA where there is one. vram, ram: bytes the plan may use (None: what is there; without a GPU,
+    what holds every expert). context: tokens a sequence may hold, prompt and answer together, and all sequences
+    together (None: the model's own, at most 8192). parallel: sequences at once. kv_type: "f16" or "f32". slots: expert
+    slots a layer. policy: who stays in them; profile: the routing trace that policy "static" needs. uploads_per_layer:
+    misses kept a layer and step. chunk: prompt tokens that go through a layer together. sweep_tokens: prompt tokens of
+    one pass over the layers. handover: "auto", "never" or "always" (lends every slot to every prompt). max_prefill_s:
+    answers wait at most so long while prompts are read. trace: a file that records what was routed. audit: compare
+    every slot with the expert store after each hand-over.
     """
 
     device: DeviceName = "auto"
+    vram: int | None = None
+    ram: int | None = None
     context: int | None = None
     parallel: int = 4
-    chunk: int = 512
-    sweep_tokens: int = 4096
+    kv_type: str | None = None
+    slots: int | None = None
+    policy: str = "lfru"
+    profile: Path | None = None
+    uploads_per_layer: int = 2
+    chunk: int | None = None
+    sweep_tokens: int | None = None
+    handover: Handover = "auto"
+    max_prefill_s: float = 60.0
+    trace: Path | None = None
+    audit: bool = False
 
     def __post_init__(self) -> None:
         _check(self.device in ("auto", "cpu", "cuda"), f"--device {self.device}", "use auto, cpu or cuda")
-        _check(self.context is None or self.context >= 1, f"--context {self.context}", "use at least 1 token")
-        _check(self.parallel >= 1, f"--parallel {self.parallel}", "use at least 1 sequence")
-        _check(self.chunk >= 1, f"--chunk {self.chunk}", "use at least 1 token")
-        _check(self.sweep_tokens >= 1, f"--sweep-tokens {self.sweep_tokens}", "use at least 1 token")
+        _check(self.handover in ("auto", "never", "always"), f"--handover {self.handover}", "use auto, never or always")
+        for flag, value, least in (
+            ("--vram", self.vram, 1),
+            ("--ram", self.ram, 1),
+            ("--context", self.context, 1),
+            ("--parallel", self.parallel, 1),
+            ("--slots", self.slots, 0),
+            ("--uploads-per-layer", self.uploads_per_layer, 0),
+            ("--chunk", self.chunk, 1),
+            ("--sweep-tokens", self.sweep_tokens, 1),
+        ):
+            _check(value is None or value >= least, f"{flag} {value}", f"use at least {least}")
+        _check(self.max_prefill_s > 0, f"--max-prefill-s {self.max_prefill_s}", "use more than 0 seconds")
 
 
 @dataclass(frozen=True)

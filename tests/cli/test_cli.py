@@ -47,7 +47,7 @@ def test_chat_uses_the_template_of_the_file(capsys):
     ("arguments", "message"),
     [
         (["run", "nothing.gguf", "-p", "a"], "no such file"),
-        (["run", "MODEL", "-p", ""], "empty"),
+        (["run", "MODEL", "-q", "-p", ""], "empty"),
         (["run", "MODEL", "-p", "a", "-n", "0"], "at least 1"),
         (["run", "MODEL", "-p", "a", "-t", "-1"], "temperature"),
         (["run", "MODEL", "-p", "a", "-t", "nan"], "temperature"),

@@ -82,7 +82,7 @@ def test_logits_equal_for_every_chunk(engine):
 
 def test_cancel_at_every_unit_of_a_prompt_frees_its_place(engine):
     prompt, greedy = reference()
-    free = engine._cache.pool.n_free
+    free = engine.memory.kv.pool.n_free
     for n_units in range(9):
         gone = engine.add(prompt, SamplingParams(max_tokens=2))
         for _ in range(n_units):
@@ -90,7 +90,7 @@ def test_cancel_at_every_unit_of_a_prompt_frees_its_place(engine):
         engine.cancel(gone)
         events = engine.step()
         assert [(e.kind, e.reason) for e in events if e.request_id == gone] == [("finish", "cancelled")]
-        assert engine._cache.pool.n_free == free
+        assert engine.memory.kv.pool.n_free == free
     assert answer(engine, prompt, max_tokens=32)[0] == greedy
 
 
@@ -121,11 +121,11 @@ def test_eos_ends_the_answer(engine):
 
 def test_leaving_early_and_cancel_free_everything(engine):
     prompt, _ = reference()
-    free = engine._cache.pool.n_free
+    free = engine.memory.kv.pool.n_free
     for event in engine.generate(prompt, SamplingParams(ignore_eos=True)):
         if event.kind == "token":
             break
-    assert engine._cache.pool.n_free == free
+    assert engine.memory.kv.pool.n_free == free
     assert not engine.busy
     kept = engine.add(prompt, SamplingParams(max_tokens=3, ignore_eos=True))
     gone = engine.add(prompt, SamplingParams(max_tokens=3, ignore_eos=True))
@@ -142,7 +142,7 @@ def test_leaving_early_and_cancel_free_everything(engine):
     assert finished == {kept: "length", gone: "cancelled", waiting[0]: "length", waiting[1]: "length"} | {
         waiting[2]: "cancelled"
     }
-    assert engine._cache.pool.n_free == free
+    assert engine.memory.kv.pool.n_free == free
 
 
 def test_the_answer_ends_where_the_context_ends():
@@ -183,7 +183,8 @@ def test_status_tells_what_runs(engine):
     assert status["phase"] == "idle"
     assert status["kernels"] == "reference"
     assert status["expert_bytes"] == 368_640
-    assert status["kv_bytes"] == engine._cache.nbytes
+    assert status["kv_bytes"] == engine.memory.kv.nbytes
+    assert status["plan"]["arena_bytes"] == engine.memory.arena.nbytes
 
 
 def test_a_closed_engine_says_so():

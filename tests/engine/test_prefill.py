@@ -25,15 +25,16 @@ def test_bits_equal_a_plain_pass(arrays, file, chunk, sweep_tokens):
     for i in range(0, len(tokens), sweep_tokens):
         piece = tokens[i : i + sweep_tokens]
         sequence.reserve(len(piece))
-        sweep = Sweep(runner.model, runner.experts, sequence=sequence, tokens=piece, chunk=chunk)
+        sweep = Sweep(runner.model, runner.experts, parts=[(sequence, piece)], chunk=chunk)
         before, last = sequence.length, 0
         for _ in sweep.steps():
             assert sequence.length == before
             assert last <= sweep.tokens_done < sweep.n_tokens
+            assert not sweep.is_done
             last = sweep.tokens_done
         assert sweep.tokens_done == len(piece)
         assert sequence.length == before + len(piece)
-        rows.append(runner.model.head(sweep.residual))
+        rows.append(runner.model.head(sweep.residual(sweep.parts[0])))
     assert torch.equal(torch.cat(rows), whole)
     n_sweeps = -(-len(tokens) // sweep_tokens)
     assert all(len(calls) == n_sweeps for calls in runner.experts.ids.values()), (

@@ -27,7 +27,9 @@ def prefill(runner, experts, tokens=PROMPT, chunk=7):
     """A sweep of a new sequence; returns the sequence and the logits of all its rows."""
     sequence = runner.sequence()
     sequence.reserve(len(tokens))
-    residual = Sweep(runner.model, experts, sequence=sequence, tokens=tokens, chunk=chunk).run()
+    sweep = Sweep(runner.model, experts, parts=[(sequence, tokens)], chunk=chunk)
+    sweep.run()
+    residual = sweep.residual(sweep.parts[0])
     return sequence, runner.model.head(residual)
 
 

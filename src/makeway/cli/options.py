@@ -9,24 +9,48 @@ from typing import Annotated, Any
 
 import typer
 
-from makeway.config import EngineConfig, SamplingParams
+from makeway.config import EngineConfig, SamplingParams, parse_bytes
+from makeway.experts.policies import RANKINGS
 
 ModelArgument = Annotated[
     Path,
     typer.Argument(metavar="MODEL.gguf", help="A GGUF file, or any shard of a split one.", show_default=False),
 ]
-DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.", rich_help_panel="Engine")]
-ContextOption = Annotated[
-    int | None,
-    typer.Option("--context", "-c", help="Tokens of prompt and answer together. [auto]", rich_help_panel="Engine"),
+
+
+def _engine(flag: str, help_text: str, *more: str) -> Any:
+    return typer.Option(flag, *more, help=help_text, rich_help_panel="Engine")
+
+
+DeviceOption = Annotated[str, _engine("--device", "auto, cpu or cuda.")]
+VramOption = Annotated[
+    str | None, _engine("--vram", "Memory of the card that may be used, for example 24GiB; a CPU pretends. [auto]")
 ]
-ChunkOption = Annotated[
-    int,
-    typer.Option("--chunk", help="Prompt tokens that go through a layer together.", rich_help_panel="Engine"),
-]
+RamOption = Annotated[str | None, _engine("--ram", "Memory of the host that may be used. [auto]")]
+ContextOption = Annotated[int | None, _engine("--context", "Tokens of prompt and answer together. [auto]", "-c")]
+ParallelOption = Annotated[int, _engine("--parallel", "Sequences at once.")]
+KvTypeOption = Annotated[str | None, _engine("--kv-type", "Type of the KV cache: f16 or f32. [auto]")]
+SlotsOption = Annotated[int | None, _engine("--slots", "Expert slots a layer. [auto]")]
+PolicyOption = Annotated[str, _engine("--policy", f"Which experts stay in slots: {', '.join(RANKINGS)}.")]
+ProfileOption = Annotated[Path | None, _engine("--profile", "Routing trace that policy static ranks by.")]
+UploadsOption = Annotated[int, _engine("--uploads-per-layer", "Misses kept a layer and step.")]
+ChunkOption = Annotated[int | None, _engine("--chunk", "Prompt tokens that go through a layer together. [auto]")]
 SweepTokensOption = Annotated[
-    int, typer.Option("--sweep-tokens", help="Prompt tokens of one pass over the layers.", rich_help_panel="Engine")
+    int | None, _engine("--sweep-tokens", "Prompt tokens of one pass over the layers. [auto]")
 ]
+HandoverOption = Annotated[str, _engine("--handover", "Lend slots to prompts: auto, never or always (all of them).")]
+MaxPrefillOption = Annotated[float, _engine("--max-prefill-s", "Longest time that answers wait for prompts.")]
+TraceOption = Annotated[Path | None, _engine("--trace", "Record routed experts in this file.")]
+AuditOption = Annotated[bool, _engine("--audit", "Compare every slot with the file after each hand-over.")]
+
+
+def engine_config(*, vram: str | None, ram: str | None, **settings: Any) -> EngineConfig:
+    """The configuration of a command's flags; raises UserError for a size or a value that cannot be."""
+    return EngineConfig(
+        vram=None if vram is None else parse_bytes(vram, "--vram"),
+        ram=None if ram is None else parse_bytes(ram, "--ram"),
+        **settings,
+    )
 
 
 def _sampling(flag: str, help_text: str, *more: str) -> Any:

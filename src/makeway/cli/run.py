@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from makeway.cli import options as o
-from makeway.config import EngineConfig, SamplingParams
+from makeway.cli.loading import load_engine
+from makeway.config import SamplingParams
 from makeway.engine import Engine, Event
 from makeway.errors import UserError
 from makeway.text import ChatTemplate
@@ -42,9 +43,19 @@ def run_command(
     stop: o.StopOption = None,
     ignore_eos: o.IgnoreEosOption = o.SAMPLING["ignore_eos"],
     device: o.DeviceOption = o.ENGINE["device"],
+    vram: o.VramOption = o.ENGINE["vram"],
+    ram: o.RamOption = o.ENGINE["ram"],
     context: o.ContextOption = o.ENGINE["context"],
+    kv_type: o.KvTypeOption = o.ENGINE["kv_type"],
+    slots: o.SlotsOption = o.ENGINE["slots"],
+    policy: o.PolicyOption = o.ENGINE["policy"],
+    profile: o.ProfileOption = o.ENGINE["profile"],
+    uploads_per_layer: o.UploadsOption = o.ENGINE["uploads_per_layer"],
     chunk: o.ChunkOption = o.ENGINE["chunk"],
     sweep_tokens: o.SweepTokensOption = o.ENGINE["sweep_tokens"],
+    handover: o.HandoverOption = o.ENGINE["handover"],
+    trace: o.TraceOption = o.ENGINE["trace"],
+    audit: o.AuditOption = o.ENGINE["audit"],
 ) -> None:
     """Continue a prompt, or answer it with --chat."""
     sampling = SamplingParams(
@@ -61,12 +72,28 @@ def run_command(
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
     )
-    config = EngineConfig(device=device, context=context, chunk=chunk, sweep_tokens=sweep_tokens, parallel=1)  # type: ignore[arg-type]
+    config = o.engine_config(
+        device=device,
+        vram=vram,
+        ram=ram,
+        context=context,
+        parallel=1,
+        kv_type=kv_type,
+        slots=slots,
+        policy=policy,
+        profile=profile,
+        uploads_per_layer=uploads_per_layer,
+        chunk=chunk,
+        sweep_tokens=sweep_tokens,
+        handover=handover,
+        trace=trace,
+        audit=audit,
+    )
     if system is not None and not chat:
         raise UserError("--system needs --chat; without a chat template there is no system message")
     text = _read_prompt(prompt)
     console = Console(stderr=True, quiet=quiet)
-    with Engine.load(model, config) as engine:
+    with load_engine(model, config, console=console) as engine:
         if chat:
             text = _in_template(engine, text, system)
         _answer(engine, text, sampling, console=console, as_json=as_json)
@@ -142,7 +169,7 @@ def _answer(engine: Engine, prompt: str, sampling: SamplingParams, *, console: C
     console.print(
         f"{t.n_prompt} prompt tokens in {t.prompt_s:.2f} s ({t.prompt_tokens_per_s:.1f}/s), "
         f"{t.n_answer} answer tokens ({t.answer_tokens_per_s:.1f}/s), "
-        f"device {engine.device}, kernels {engine.status()['kernels']}",
+        f"device {engine.device.name}, kernels {engine.kernels}",
         highlight=False,
         style="dim",
         soft_wrap=True,

@@ -2,10 +2,11 @@
 
 Owns the hidden states of the sweep. Never samples and never opens sequences. In each layer first the mixer, shared
 expert and router run chunk by chunk, in order; then the routed experts run over all tokens of the sweep.
-Hazard: inside a sweep the sequence's length is still that before it; only a finished sweep advances it.
+Hazard: inside a sweep a sequence's length is still that before it; only a finished sweep advances it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,74 +14,190 @@ from torch import Tensor
 from makeway.experts.executors import Experts
 from makeway.experts.routed import RoutedInput
 from makeway.kv import Batch, SequenceState
+from makeway.memory.arena import View
 from makeway.models import Model
+
+OnRouted = Callable[[int, "SweepPart", Tensor], None]
+
+
+@dataclass(frozen=True)
+class SweepPart:
+    """The next `tokens` of a sequence; they are rows first .. first + n - 1 of the sweep."""
+
+    sequence: SequenceState
+    tokens: tuple[int, ...]
+    first: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first, self.first + len(self.tokens))
+
+
+@dataclass(frozen=True)
+class SweepBuffers:
+    """What a sweep keeps for each of its tokens: residual f32 [n, ...], x and acc f32 [n, hidden], ids int32 and
+    weights f32 [n, top_k], inject f32 [n, streams] or None."""
+
+    residual: Tensor
+    x: Tensor
+    acc: Tensor
+    ids: Tensor
+    weights: Tensor
+    inject: Tensor | None
+
+    @classmethod
+    def allocate(cls, model: Model, n_tokens: int) -> "SweepBuffers":
+        """In memory of their own, for tests and for models without a plan."""
+        f, device = model.facts, model.device
+        streams = f.n_streams
+        return cls(
+            residual=torch.empty((n_tokens, *((streams,) if streams > 1 else ()), f.hidden), device=device),
+            x=torch.empty((n_tokens, f.hidden), device=device),
+            acc=torch.empty((n_tokens, f.hidden), device=device),
+            ids=torch.empty((n_tokens, f.top_k), dtype=torch.int32, device=device),
+            weights=torch.empty((n_tokens, f.top_k), device=device),
+            inject=torch.empty((n_tokens, streams), device=device) if streams > 1 else None,
+        )
+
+    @classmethod
+    def in_views(cls, model: Model, n_tokens: int, views: Sequence[View]) -> "SweepBuffers":
+        """In the planned regions, which are named as in `PlanFacts.sweep_bytes_per_token`."""
+        f = model.facts
+        by_name = {view.region.name: view.tensor for view in views}
+
+        def carve(name: str, dtype: torch.dtype, *shape: int, skip: int = 0) -> Tensor:
+            count = n_tokens
+            for size in shape:
+                count *= size
+            start = skip * n_tokens
+            room = by_name[name][start : start + count * dtype.itemsize]
+            return room.view(dtype).view(n_tokens, *shape)
+
+        streams = (f.n_streams,) if f.n_streams > 1 else ()
+        return cls(
+            residual=carve("sweep residual", torch.float32, *streams, f.hidden),
+            x=carve("sweep input", torch.float32, f.hidden),
+            acc=carve("sweep sum", torch.float32, f.hidden),
+            ids=carve("sweep routing", torch.int32, f.top_k),
+            weights=carve("sweep routing", torch.float32, f.top_k, skip=4 * f.top_k),
+            inject=carve("sweep inject", torch.float32, f.n_streams) if streams else None,
+        )
+
+    def routed(self, rows: slice) -> RoutedInput:
+        """The experts' input of some rows, in place."""
+        inject = None if self.inject is None else self.inject[rows]
+        return RoutedInput(self.x[rows], self.ids[rows], self.weights[rows], self.acc[rows], inject)
+
+    def put(self, rows: slice, moe: RoutedInput) -> None:
+        """Keep what the experts of a layer need of a chunk."""
+        self.x[rows] = moe.x
+        self.acc[rows] = moe.acc
+        self.ids[rows] = moe.ids.to(torch.int32)
+        self.weights[rows] = moe.weights
+        if self.inject is not None:
+            assert moe.inject is not None
+            self.inject[rows] = moe.inject
 
 
 class Sweep:
-    """The next `tokens` of one sequence, read in chunks of `chunk`; KV room must be reserved.
+    """The next tokens of some sequences, read in chunks of `chunk`; KV room must be reserved.
 
     `steps()` yields after each unit of work (a chunk's mixer, or a layer's experts), so that the caller can show
-    progress or stop. When it is exhausted, `residual` holds the result [n, ...] and the sequence has advanced.
+    progress or stop. When it is exhausted `is_done`, and the sequences have advanced.
     """
 
     def __init__(
-        self, model: Model, experts: Experts, *, sequence: SequenceState, tokens: Sequence[int], chunk: int
+        self,
+        model: Model,
+        experts: Experts,
+        *,
+        parts: Sequence[tuple[SequenceState, Sequence[int]]],
+        chunk: int,
+        buffers: SweepBuffers | None = None,
+        on_routed: OnRouted | None = None,
     ) -> None:
-        assert tokens
+        """`buffers`: at least as many rows as there are tokens. `on_routed(layer, part, ids [n, k])` is told what
+        each layer routed."""
+        assert parts
         assert chunk >= 1
-        self._model, self._experts, self._sequence = model, experts, sequence
-        self._batches = [
-            Batch.of([(sequence, list(tokens[i : i + chunk]))], device=model.device, offset=i)
-            for i in range(0, len(tokens), chunk)
-        ]
-        self.n_tokens = len(tokens)
-        self.n_units = model.facts.n_layers * (len(self._batches) + 1)
+        self._model, self._experts, self._on_routed = model, experts, on_routed
+        self.parts: list[SweepPart] = []
+        self._chunks: list[tuple[SweepPart, slice, Batch]] = []
+        self.n_tokens = 0
+        for sequence, tokens in parts:
+            assert tokens
+            part = SweepPart(sequence, tuple(tokens), self.n_tokens)
+            self.parts.append(part)
+            for i in range(0, len(tokens), chunk):
+                piece = list(part.tokens[i : i + chunk])
+                first = part.first + i
+                batch = Batch.of([(sequence, piece)], device=model.device, offset=i)
+                self._chunks.append((part, slice(first, first + len(piece)), batch))
+            self.n_tokens += len(tokens)
+        self.buffers = buffers or SweepBuffers.allocate(model, self.n_tokens)
+        assert self.buffers.x.shape[0] >= self.n_tokens
+        self.n_units = model.facts.n_layers * (len(self._chunks) + 1)
         self.n_done = 0
-        self.residual: Tensor | None = None
+        self.is_done = False
+        self._dropped: set[int] = set()
 
     @property
     def tokens_done(self) -> int:
         """The share of the work done, counted in tokens; all of them only when the sweep is complete."""
         return self.n_tokens * self.n_done // self.n_units
 
+    def part_done(self, part: SweepPart) -> int:
+        """The share of a part's work done, counted in tokens."""
+        return len(part.tokens) * self.n_done // self.n_units
+
+    def drop(self, sequence: SequenceState) -> None:
+        """A sequence leaves the sweep at once: none of its rows is computed, written or routed any more."""
+        for part in self.parts:
+            if part.sequence is sequence:
+                self._dropped.add(part.first)
+                self.buffers.ids[part.rows] = -1
+
+    def residual(self, part: SweepPart) -> Tensor:
+        """The residual after the last layer [n, ...] of a part's rows, in place; only when the sweep is done."""
+        assert self.is_done
+        return self.buffers.residual[part.rows]
+
     def steps(self) -> Iterator[None]:
         """Runs the sweep; one unit of work for each `next`."""
-        model = self._model
-        parts = [model.embed(batch) for batch in self._batches]
-        for layer in range(model.facts.n_layers):
-            inputs: list[RoutedInput] = []
-            for i, batch in enumerate(self._batches):
-                parts[i], moe = model.mix(layer, parts[i], batch)
-                inputs.append(moe)
+        model, buffers = self._model, self.buffers
+        n_layers = model.facts.n_layers
+        for _, rows, batch in self._live_chunks():
+            buffers.residual[rows] = model.embed(batch)
+        for layer in range(n_layers):
+            for part, rows, batch in self._chunks:
+                if self._is_live(part):
+                    h, moe = model.mix(layer, buffers.residual[rows], batch)
+                    buffers.residual[rows] = h
+                    buffers.put(rows, moe)
                 self.n_done += 1
                 yield
-            together = _join(inputs)
-            self._experts(layer, together)
-            h = model.combine(layer, torch.cat(parts), together)
-            parts = list(torch.split(h, [len(batch.host_tokens) for batch in self._batches]))
+            if self._on_routed is not None:
+                for part in self.parts:
+                    if self._is_live(part):
+                        self._on_routed(layer, part, buffers.ids[part.rows])
+            self._experts(layer, buffers.routed(slice(0, self.n_tokens)))
+            for _, rows, _ in self._live_chunks():
+                buffers.residual[rows] = model.combine(layer, buffers.residual[rows], buffers.routed(rows))
             self.n_done += 1
-            if layer < model.facts.n_layers - 1:
+            if layer < n_layers - 1:
                 yield
-        self._sequence.advance(self.n_tokens)
-        self.residual = torch.cat(parts)
+        for part in self.parts:
+            if self._is_live(part):
+                part.sequence.advance(len(part.tokens))
+        self.is_done = True
 
-    def run(self) -> Tensor:
-        """The whole sweep at once; returns the residual after the last layer."""
+    def run(self) -> None:
+        """The whole sweep at once."""
         for _ in self.steps():
             pass
-        assert self.residual is not None
-        return self.residual
 
+    def _is_live(self, part: SweepPart) -> bool:
+        return part.first not in self._dropped
 
-def _join(inputs: list[RoutedInput]) -> RoutedInput:
-    """The experts' input of all chunks as one."""
-    inject = None
-    if inputs[0].inject is not None:
-        inject = torch.cat([m.inject for m in inputs if m.inject is not None])
-    return RoutedInput(
-        x=torch.cat([m.x for m in inputs]),
-        ids=torch.cat([m.ids for m in inputs]),
-        weights=torch.cat([m.weights for m in inputs]),
-        acc=torch.cat([m.acc for m in inputs]),
-        inject=inject,
-    )
+    def _live_chunks(self) -> list[tuple[SweepPart, slice, Batch]]:
+        return [chunk for chunk in self._chunks if self._is_live(chunk[0])]

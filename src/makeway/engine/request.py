@@ -44,11 +44,12 @@ class Event:
     """Something that happened to a request.
 
     kind "progress": `n_done` of `n_prompt` prompt tokens are read. kind "token": `token` was chosen and `text` became
-    certain (possibly empty). kind "finish": `reason`, the last `text`, and `timings`.
+    certain (possibly empty). kind "finish": `reason`, the last `text`, and `timings`. kind "error": the engine failed,
+    `text` says why; nothing follows.
     """
 
     request_id: int
-    kind: Literal["progress", "token", "finish"]
+    kind: Literal["progress", "token", "finish", "error"]
     text: str = ""
     token: int | None = None
     logprobs: TokenLogprobs | None = None
@@ -69,7 +70,8 @@ class Request:
     sampling: SamplingParams
     seed: int
     max_tokens: int
-    n_read: int = 0
+    n_read: int = 0  # tokens in memory; during an answer it follows the steps
+    n_lost: int = 0  # times its memory was taken for others
     started_s: float = 0.0
     first_token_s: float = 0.0
     last_token_s: float = 0.0
@@ -83,6 +85,16 @@ class Request:
     @property
     def n_answer(self) -> int:
         return len(self.tokens) - self.n_prompt
+
+    @property
+    def n_to_read(self) -> int:
+        """Tokens that must have been read before the next one can be chosen by a step: the prompt, or, for a request
+        that lost its memory in the middle of an answer, all but the last token, which is that step's input."""
+        return max(self.n_prompt, len(self.tokens) - 1)
+
+    @property
+    def is_reading(self) -> bool:
+        return self.n_read < self.n_to_read
 
     def timings(self) -> Timings:
         prompt_s = max(0.0, self.first_token_s - self.started_s)

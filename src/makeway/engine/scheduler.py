@@ -5,6 +5,7 @@ order of arrival, while running answers pause. Hazard: a request is in exactly o
 """
 
 from collections import deque
+from collections.abc import Callable
 
 from makeway.engine.request import Request
 
@@ -16,26 +17,45 @@ class Scheduler:
         assert parallel >= 1
         self.parallel = parallel
         self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
+        self.running: list[Request] = []  # oldest first
+        self._turn = 0
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
 
-    def admit(self) -> list[Request]:
-        """Moves waiting requests to free places; returns the ones that got one."""
-        admitted = []
-        while self.waiting and len(self.running) < self.parallel:
-            request = self.waiting.popleft()
-            self.running.append(request)
-            admitted.append(request)
-        return admitted
+    def admit(self, fits: Callable[[Request], bool]) -> Request | None:
+        """Moves the first waiting request to a free place if it `fits`; no later one passes it. None: nobody moved."""
+        if not self.waiting or len(self.running) >= self.parallel or not fits(self.waiting[0]):
+            return None
+        request = self.waiting.popleft()
+        self.running.append(request)
+        self.running.sort(key=lambda r: r.id)
+        return request
 
-    def next_prompt(self) -> Request | None:
-        """The first running request whose prompt is not read to its end."""
-        return next((r for r in self.running if r.n_read < r.n_prompt), None)
+    def reading(self) -> list[Request]:
+        """Running requests whose tokens are not all read, oldest first."""
+        return [r for r in self.running if r.is_reading]
 
-    def decoding(self) -> list[Request]:
-        return [r for r in self.running if r.n_read >= r.n_prompt]
+    def decoding(self, most: int) -> list[Request]:
+        """At most `most` of the running requests that decode; when there are more they take turns."""
+        ready = [r for r in self.running if not r.is_reading]
+        if len(ready) <= most:
+            return ready
+        first = self._turn % len(ready)
+        self._turn += most
+        return [ready[(first + i) % len(ready)] for i in range(most)]
+
+    @property
+    def n_decoding(self) -> int:
+        return sum(not r.is_reading for r in self.running)
+
+    def preempt(self) -> Request:
+        """The youngest running request goes back to the head of the queue, to be read again when there is room."""
+        request = self.running.pop()
+        request.n_read = 0
+        request.n_lost += 1
+        self.waiting.appendleft(request)
+        return request
 
     def remove(self, request: Request) -> None:
         """Takes a request out of the queue or gives its place free."""
@@ -43,6 +63,10 @@ class Scheduler:
             self.running.remove(request)
         else:
             self.waiting.remove(request)
+
+    @property
+    def requests(self) -> list[Request]:
+        return [*self.running, *self.waiting]
 
     @property
     def busy(self) -> bool:

@@ -99,7 +99,7 @@ class SlotTable:
 
     def is_free(self) -> NDArray[np.bool_]:
         """[layers, ranks]: owned slots that are neither published, nor spare, nor in flight."""
-        free = (self.holds == NONE) & ~self.is_spare
+        free: NDArray[np.bool_] = (self.holds == NONE) & ~self.is_spare
         free[:, self.n_owned :] = False
         return free
 
@@ -265,6 +265,16 @@ class SlotTable:
         self.n_owned = n_kept
         self.epoch += 1
         return Lent(n_kept, la, sl, experts)
+
+    def clear(self) -> None:
+        """Nothing is published, in flight or lent: after a fault nobody knows what the slots hold."""
+        self.slot_of[...] = NONE
+        self.expert_of[...] = NONE
+        self.holds[...] = NONE
+        self.epochs += 1
+        self.n_published = 0
+        self.n_owned = self.n_ranks
+        self.epoch += 1
 
     def take_back(self) -> None:
         """All ranks are slots again; those that were lent are empty."""

@@ -12,8 +12,9 @@ from makeway.models.qwen3moe import Qwen3Moe
 from makeway.models.qwen3next import Qwen3Next
 from makeway.models.qwen4exp import Qwen4Exp
 from makeway.models.qwen35moe import Qwen35Moe
+from makeway.models.weights import Place
 
-ARCHITECTURES: dict[str, Callable[[GGUFFile, Ops, torch.device], Model]] = {
+ARCHITECTURES: dict[str, Callable[[GGUFFile, Ops, torch.device, Place | None], Model]] = {
     "qwen3moe": Qwen3Moe,
     "qwen3next": Qwen3Next,
     "qwen35moe": Qwen35Moe,
@@ -21,13 +22,16 @@ ARCHITECTURES: dict[str, Callable[[GGUFFile, Ops, torch.device], Model]] = {
 }
 
 
-def load_model(file: GGUFFile, ops: Ops, *, device: torch.device) -> Model:
-    """The model of a file; raises UserError naming the supported architectures when it is none of them."""
+def load_model(file: GGUFFile, ops: Ops, *, device: torch.device, place: Place | None = None) -> Model:
+    """The model of a file; raises UserError naming the supported architectures when it is none of them.
+
+    `place` puts weights where the plan wants them; without it they stay views of the mapped file.
+    """
     architecture = file.get_str("general.architecture")
     if architecture not in ARCHITECTURES:
         supported = ", ".join(sorted(ARCHITECTURES))
         raise UserError(f"{file.paths[0]}: architecture '{architecture}' is not supported; makeway runs {supported}")
-    return ARCHITECTURES[architecture](file, ops, device)
+    return ARCHITECTURES[architecture](file, ops, device, place)
 
 
 __all__ = ["ARCHITECTURES", "Model", "ModelFacts", "load_model"]

@@ -1,0 +1,302 @@
+"""The loop of an engine: whose turn it is, which phase that needs, and what happens when something breaks.
+
+Owns the requests, their sequences and answers, and the totals. Never changes memory's layout itself (`handover` does).
+Hazard: after a fault nothing may go on as if nothing had happened: `_fail` ends every request, in phase `failed`.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from makeway.config import EngineConfig
+from makeway.engine import sampler
+from makeway.engine.answer import Answer
+from makeway.engine.memory import EngineMemory
+from makeway.engine.phases import Phase
+from makeway.engine.prefill import Sweep, SweepBuffers
+from makeway.engine.reading import Reading
+from makeway.engine.request import Event, Request
+from makeway.engine.scheduler import Scheduler
+from makeway.errors import EngineFailed, UserError
+from makeway.experts.executors import Experts
+from makeway.experts.policies import PromptCounts
+from makeway.experts.recorder import Recorder
+from makeway.experts.routed import RoutedInput
+from makeway.experts.trace import TraceHeader, TraceWriter
+from makeway.kv import Batch, SequenceState, blocks_for
+from makeway.models.base import run_trunk
+
+
+@dataclass
+class Totals:
+    """Counted since the engine was opened; a rebuild does not reset them."""
+
+    n_prompt_tokens: int = 0
+    n_answer_tokens: int = 0
+    n_steps: int = 0
+    n_preempted: int = 0
+    n_faults: int = 0
+
+
+class Loop:
+    """`step` is called again and again; `add` and `cancel` between two steps."""
+
+    def __init__(self, memory: EngineMemory, config: EngineConfig, *, after: "Loop | None" = None) -> None:
+        """`after`: the loop that failed; totals and trace go on. Raises UserError when the trace cannot be written."""
+        self.scheduler = Scheduler(config.parallel)
+        self.totals: Totals = after.totals if after is not None else Totals()
+        self.failure: str | None = None
+        self._memory, self._config = memory, config
+        self._sequences: dict[int, SequenceState] = {}
+        self._answers: dict[int, Answer] = {}
+        self._pending: list[Event] = []
+        self._reading: Reading | None = None
+        self._answers_first_until_s = 0.0
+        self._recorder: Recorder | None = after._recorder if after is not None else self._open_trace()
+
+    @property
+    def phase(self) -> Phase:
+        return self._memory.swing.phases.now
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.busy or bool(self._pending) or self._memory.swing.is_refilling
+
+    def add(self, request: Request, answer: Answer) -> None:
+        self._answers[request.id] = answer
+        self.scheduler.add(request)
+
+    def cancel(self, request_id: int) -> None:
+        """Ends a request at once; its finish event comes with the next step. Unknown ids are ignored."""
+        for request in self.scheduler.requests:
+            if request.id == request_id:
+                if self._reading is not None:
+                    self._reading.drop(request)
+                self._pending.append(self._answers[request_id].finish("cancelled"))
+                self._release(request)
+                return
+
+    def forget(self, request_id: int) -> None:
+        """Nobody waits for this request's events any more."""
+        self._pending = [e for e in self._pending if e.request_id != request_id]
+
+    def step(self) -> list[Event]:
+        """One unit of work and the events until its end."""
+        events, self._pending = self._pending, []
+        if self.phase is Phase.FAILED:
+            return events
+        try:
+            return events + self._work()
+        except Exception as fault:  # noqa: BLE001 - whatever broke, memory is in doubt and every request must be told
+            return events + self._fail(fault)
+        except BaseException as stop:
+            self._pending = events + self._fail(stop)
+            raise
+
+    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Logits f32 [n, vocab] after each token of a fresh sequence, read by the same hand-over as a prompt."""
+        if self.scheduler.busy:
+            raise UserError("logits() needs an engine without requests; wait for them to finish")
+        if self.phase is Phase.FAILED:
+            raise EngineFailed(f"the engine failed ({self.failure}); rebuild() brings it back")
+        sequence = self._memory.open_sequence()
+        try:
+            return self._read_alone(sequence, list(tokens))
+        except BaseException as fault:
+            self._pending += self._fail(fault)
+            raise
+        finally:
+            sequence.close()
+
+    def close(self) -> None:
+        for sequence in self._sequences.values():
+            sequence.close()
+        self._sequences.clear()
+        if self._recorder is not None:
+            self._recorder.close()
+
+    # -- one unit of work ------------------------------------------------------------------------
+
+    def _work(self) -> list[Event]:
+        swing = self._memory.swing
+        self._admit()
+        swing.poll()
+        if self._reading is None and self._should_read():
+            self._reading = Reading(
+                self._memory,
+                self.scheduler,
+                sequences=self._sequences,
+                sample=self._sample,
+                recorder=self._recorder,
+                max_s=self._config.max_prefill_s,
+            )
+        if self._reading is not None:
+            events = self._reading.unit()
+            return events + self._end_reading() if self._reading.is_over else events
+        return self._decode()
+
+    def _should_read(self) -> bool:
+        """Prompts go first, unless they have just kept the answers waiting as long as they may."""
+        if not self.scheduler.reading():
+            return False
+        return self.scheduler.n_decoding == 0 or time.perf_counter() >= self._answers_first_until_s
+
+    def _end_reading(self) -> list[Event]:
+        """Decode is back before the first tokens leave."""
+        reading, swing = self._reading, self._memory.swing
+        assert reading is not None
+        self.totals.n_prompt_tokens += reading.n_tokens
+        if self.phase is Phase.PREFILL:
+            swing.restore(reading.prompt_counts())
+            swing.phases.to(Phase.DECODE if self.scheduler.n_decoding else Phase.IDLE)
+        if reading.timed_out:
+            self._answers_first_until_s = time.perf_counter() + self._config.max_prefill_s / 4
+        self._reading = None
+        return reading.held
+
+    def _admit(self) -> None:
+        """Waiting requests whose tokens fit the KV cache get a sequence and the blocks for all of them."""
+
+        def fits(request: Request) -> bool:
+            return self._memory.kv.pool.n_free >= blocks_for(len(request.tokens) + 1)
+
+        while (request := self.scheduler.admit(fits)) is not None:
+            sequence = self._memory.open_sequence()
+            self._sequences[request.id] = sequence
+            sequence.reserve(len(request.tokens) + 1)
+
+    def _decode(self) -> list[Event]:
+        """A token of every answer whose turn it is."""
+        swing, memory = self._memory.swing, self._memory
+        requests = self._with_room(self.scheduler.decoding(memory.plan.rows))
+        if not requests:
+            if self.phase is Phase.DECODE and not self.scheduler.n_decoding:
+                swing.phases.to(Phase.IDLE)
+            return []
+        assert swing.decode is not None
+        parts = [(self._sequences[r.id], r.tokens[-1:]) for r in requests]
+        batch = Batch.of(parts, device=memory.device.torch_device)
+        h = run_trunk(memory.model, self._watched(swing.decode, requests), batch)
+        swing.decode.end_step()
+        self.totals.n_steps += 1
+        logits = memory.model.head(h)
+        events: list[Event] = []
+        for i, (r, row) in enumerate(zip(requests, logits, strict=True)):
+            r.n_read += 1
+            if self._recorder is not None:
+                self._recorder.write(i, "decode", sequence=r.id)
+            events += self._sample(r, row)
+        return events
+
+    def _with_room(self, requests: list[Request]) -> list[Request]:
+        """Each gets a block for its next token; when there is none, the youngest request gives its memory up."""
+        for r in requests:
+            sequence = self._sequences.get(r.id)
+            if sequence is None:
+                continue
+            while not sequence.fits(1):
+                victim = self.scheduler.preempt()
+                self._sequences.pop(victim.id).close()
+                self.totals.n_preempted += 1
+                if victim is r:
+                    break
+            else:
+                sequence.reserve(1)
+        return [r for r in requests if r.id in self._sequences]
+
+    def _watched(self, experts: Experts, requests: list[Request]) -> Experts:
+        """The executor, and the trace that looks over its shoulder."""
+        recorder = self._recorder
+        if recorder is None:
+            return experts
+
+        def run(layer: int, moe: RoutedInput) -> None:
+            for i in range(len(requests)):
+                recorder.add(i, layer, moe.ids[i : i + 1])
+            experts(layer, moe)
+
+        return run
+
+    def _sample(self, request: Request, row: torch.Tensor) -> list[Event]:
+        """Chooses the next token of a request from logits [vocab]; ends the request when it is its last."""
+        logits = row.cpu().numpy()
+        params = request.sampling
+        token = sampler.choose(
+            logits,
+            params,
+            seed=request.seed,
+            position=len(request.tokens),
+            seen=request.tokens,
+            counts=request.counts,
+        )
+        best = None if params.logprobs is None else sampler.logprobs(logits, token, n_best=params.logprobs)
+        request.last_token_s = time.perf_counter()
+        if request.n_answer == 0:
+            request.first_token_s = request.last_token_s
+        request.tokens.append(token)
+        request.counts[token] = request.counts.get(token, 0) + 1
+        self.totals.n_answer_tokens += 1
+        events = self._answers[request.id].push(token, best)
+        if request.finished:
+            self._release(request)
+        return events
+
+    def _release(self, request: Request) -> None:
+        self.scheduler.remove(request)
+        del self._answers[request.id]
+        sequence = self._sequences.pop(request.id, None)
+        if sequence is not None:
+            sequence.close()
+
+    def _fail(self, fault: BaseException) -> list[Event]:
+        """Phase failed: nothing is published, every request is told and gone."""
+        self.failure = f"{type(fault).__name__}: {fault}"
+        self.totals.n_faults += 1
+        self._reading = None
+        self._memory.swing.abandon()
+        events = [Event(r.id, "error", text=self.failure) for r in self.scheduler.requests]
+        for request in self.scheduler.requests:
+            self._release(request)
+        if self._recorder is not None:
+            self._recorder.drop()
+        return events
+
+    def _read_alone(self, sequence: SequenceState, tokens: list[int]) -> torch.Tensor:
+        memory, swing = self._memory, self._memory.swing
+        plan = memory.plan
+        counts = PromptCounts(len(plan.layers), plan.sizes.n_experts, n_tokens=len(tokens))
+        swing.release(plan.lend_for(len(tokens)))
+        assert swing.lending is not None
+        assert swing.layout is not None
+        sequence.reserve(len(tokens))
+        step, rows = swing.lending.sweep_tokens, []
+        for i in range(0, len(tokens), step):
+            piece = tokens[i : i + step]
+            sweep = Sweep(
+                memory.model,
+                swing.sweep_experts(len(piece)),
+                parts=[(sequence, piece)],
+                chunk=swing.layout.chunk,
+                buffers=SweepBuffers.in_views(memory.model, len(piece), swing.buffers),
+                on_routed=lambda layer, _, ids, i=i: counts.add(layer, ids.cpu().numpy(), first_token=i),  # type: ignore[misc]
+            )
+            sweep.run()
+            rows.append(memory.model.head(sweep.residual(sweep.parts[0])))
+        swing.restore(counts.counts)
+        swing.phases.to(Phase.IDLE)
+        return torch.cat(rows)
+
+    def _open_trace(self) -> Recorder | None:
+        path, plan, facts = self._config.trace, self._memory.plan, self._memory.model.facts
+        if path is None:
+            return None
+        header = TraceHeader(
+            n_layers=len(plan.layers),
+            n_experts=plan.sizes.n_experts,
+            top_k=facts.top_k,
+            model=facts.name or facts.architecture,
+            expert_bytes=tuple(layer.expert_bytes for layer in plan.layers),
+        )
+        return Recorder(TraceWriter(path, header))

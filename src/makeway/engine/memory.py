@@ -1,0 +1,201 @@
+"""From a plan to memory: the arena, what lies in it, the expert store, and the swing region on top.
+
+Owns every byte an engine holds on a device, and the order in which they are made. Never serves a request.
+Hazard: tensors are views of the arena; whoever keeps one past `close` reads memory that belongs to nobody.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from makeway.config import EngineConfig
+from makeway.device import Device
+from makeway.engine.handover import Swing
+from makeway.errors import UserError
+from makeway.experts.loader import load_experts
+from makeway.experts.policies import Policy
+from makeway.experts.trace import TraceReader
+from makeway.gguf import GGUFFile
+from makeway.kernels import Ops
+from makeway.kv import BLOCK_TOKENS, KV_TYPES, KVCache, KVRoom, SequenceState, StatePool, StateShapes
+from makeway.memory.arena import Arena
+from makeway.memory.facts import PlanFacts, align_up
+from makeway.memory.plan import MemoryPlan, minimum_vram, plan_memory
+from makeway.memory.rates import DEFAULT_RATES, RATES
+from makeway.memory.sizes import DEFAULT_RESERVE_BYTES, PlanRequest
+from makeway.models import ModelFacts, load_model
+from makeway.models.parts import part_of
+from makeway.models.plan_facts import plan_facts
+
+Progress = Callable[[int, int], None]
+DEFAULT_CONTEXT = 8192
+
+
+def plan_for(file: GGUFFile, ops: Ops, config: EngineConfig, *, device: Device) -> MemoryPlan:
+    """The plan that an engine with this configuration executes on this device. Raises UserError, OutOfPlan."""
+    on_gpu = device.torch_device.type == "cuda"
+    facts = load_model(file, ops, device=torch.device("cpu")).facts
+    planned = plan_facts(file, facts, residual_itemsize=4)  # the reference keeps everything in float32
+    request = PlanRequest(
+        vram_bytes=0,
+        context=_context(facts, config.context),
+        ram_bytes=config.ram or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        sequences=config.parallel,
+        kv_type=config.kv_type or "f32",
+        chunk=config.chunk,
+        slots=config.slots,
+        sweep_tokens=config.sweep_tokens,
+        handover=config.handover,
+        uploads_per_layer=config.uploads_per_layer,
+        kv_block_tokens=BLOCK_TOKENS,
+        reserve_bytes=DEFAULT_RESERVE_BYTES if on_gpu else 0,
+    )
+    vram_bytes = config.vram or (device.free_bytes() if on_gpu else _roomy(planned, request))
+    return plan_memory(
+        planned, replace(request, vram_bytes=vram_bytes), rates=DEFAULT_RATES if on_gpu else RATES["cpu"]
+    )
+
+
+def _context(facts: ModelFacts, wanted: int | None) -> int:
+    longest = facts.context_length
+    if wanted is None:
+        return min(longest, DEFAULT_CONTEXT)
+    if wanted > longest:
+        raise UserError(f"--context {wanted}: the model's longest context is {longest}; use at most that")
+    return wanted
+
+
+def _roomy(facts: PlanFacts, request: PlanRequest) -> int:
+    """Without a GPU and without --vram: what holds every expert in a slot, at most a quarter of the RAM."""
+    assert request.ram_bytes is not None
+    least = minimum_vram(facts, request)
+    if request.slots is not None:
+        return least
+    everything = minimum_vram(facts, replace(request, slots=max(layer.n_experts for layer in facts.expert_layers)))
+    return max(least, min(everything, request.ram_bytes // 4))
+
+
+class EngineMemory:
+    """Executes a plan on a device: `model`, `kv`, `swing`, and a place for each sequence."""
+
+    def __init__(
+        self,
+        file: GGUFFile,
+        ops: Ops,
+        config: EngineConfig,
+        *,
+        device: Device,
+        progress: Progress | None = None,
+    ) -> None:
+        """Loads the weights; `progress(bytes done, bytes in all)` while the experts are read. Raises UserError,
+        OutOfPlan, EngineFailed; nothing stays allocated then."""
+        self.device, self._file, self._ops, self._config = device, file, ops, config
+        self.plan = plan_for(file, ops, config, device=device)
+        self.arena = Arena(self.plan.arena_bytes, device.torch_device)
+        self._placer = _Placer(self.plan, self.arena, device)
+        facts = load_model(file, ops, device=torch.device("cpu")).facts
+        self._placer.first_draft_block = facts.n_layers
+        self.model = load_model(file, ops, device=device.torch_device, place=self._placer)
+        device.synchronize()
+        self.kv, self.states = self._caches()
+        layers = self.model.store.layers[: len(self.plan.layers)]
+        self.store = load_experts(file, layers, device, progress=progress)
+        self.swing = self._new_swing()
+        self.loaded_bytes = device.link_bytes
+
+    def open_sequence(self) -> SequenceState:
+        """A fresh sequence; KV blocks come with `reserve`. Raises UserError when all places are taken."""
+        return SequenceState(self.kv, self.states)
+
+    def rebuild(self) -> None:
+        """After a fault: weights and store are as they were, slots start empty in the same arena."""
+        self.device.synchronize()
+        self.swing = self._new_swing()
+
+    def close(self) -> None:
+        """Gives everything back."""
+        self.kv.close()
+        self.states.close()
+        self.store.close()
+        self.arena.close()
+
+    def _caches(self) -> tuple[KVCache, StatePool]:
+        """KV cache and recurrent states in the regions that the plan names."""
+        plan, facts, device = self.plan, self.model.facts, self.device.torch_device
+        views = {r.name: self.arena.fixed(r).tensor for r in plan.regions if not r.name.startswith("weights: ")}
+        trunk = [i for i in facts.kv_shapes if i < facts.n_layers]
+        rooms = [KVRoom(trunk, views["KV cache"], views.get("indexer keys"))]
+        if plan.sizes.with_mtp:
+            draft = [i for i in facts.kv_shapes if i >= facts.n_layers]
+            rooms.append(KVRoom(draft, views["MTP KV cache"], views.get("MTP indexer keys")))
+        kv = KVCache(
+            {i: facts.kv_shapes[i] for room in rooms for i in room.layers},
+            plan.sizes.kv_tokens // BLOCK_TOKENS,
+            device=device,
+            item_type=KV_TYPES[plan.request.kv_type],
+            rooms=rooms,
+        )
+        shapes = StateShapes.of(facts.state_shapes, kv=kv.shapes, ple=facts.ple_tails)
+        return kv, StatePool(shapes, plan.request.sequences, device=device, room=views.get("recurrent state"))
+
+    def _new_swing(self) -> Swing:
+        plan, config = self.plan, self._config
+        policy = Policy(
+            config.policy,
+            len(plan.layers),
+            n_experts=plan.sizes.n_experts,
+            uploads_per_layer=config.uploads_per_layer,
+            profile=None if config.profile is None else read_profile(config, plan),
+        )
+        return Swing(
+            plan, self.store, self._ops, arena=self.arena, policy=policy, device=self.device, audits=config.audit
+        )
+
+
+class _Placer:
+    """Puts each resident tensor into the region of its part, one behind the other."""
+
+    def __init__(self, plan: MemoryPlan, arena: Arena, device: Device) -> None:
+        self.first_draft_block = 0
+        self._device = device
+        self._views = {
+            region.name.removeprefix("weights: "): arena.fixed(region)
+            for region in plan.regions
+            if region.name.startswith("weights: ")
+        }
+        self._used: Counter[str] = Counter()
+
+    def __call__(self, name: str, raw: Tensor) -> Tensor:
+        part = part_of(name, first_draft_block=self.first_draft_block)
+        if part not in self._views:
+            return raw  # kept on the host: rows are read singly, or the MTP block is not used
+        start = self._used[part]
+        self._used[part] += align_up(raw.numel())
+        target = self._views[part].tensor[start : start + raw.numel()]
+        self._device.copy(target, raw)
+        return target
+
+
+def read_profile(config: EngineConfig, plan: MemoryPlan) -> NDArray[np.int64]:
+    """Uses [layers, experts] counted in the routing trace `config.profile`. Raises UserError when it is of another
+    model."""
+    assert config.profile is not None
+    with TraceReader(config.profile) as trace:
+        counts = np.zeros((trace.header.n_layers, trace.header.n_experts), dtype=np.int64)
+        for record in trace:
+            for layer in range(trace.header.n_layers):
+                ids = record.ids[:, layer]
+                counts[layer] += np.bincount(ids[ids >= 0], minlength=trace.header.n_experts)
+    wanted = (len(plan.layers), plan.sizes.n_experts)
+    if counts.shape != wanted:
+        raise UserError(
+            f"--profile {config.profile}: recorded with {counts.shape} (layers, experts), this engine has {wanted}; "
+            "record a trace of this model with --trace"
+        )
+    return counts

@@ -1,0 +1,149 @@
+"""One stay in the prefill phase: waiting prompts are read, sweep by sweep, until none waits or the time is up.
+
+Owns the sweep that is running and the events that must not leave before decode is back. Never restores (the loop
+does, whatever the reason for leaving). Hazard: the first tokens are chosen here, but the cache is still lent: they are
+held back in `held`.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from makeway.engine.memory import EngineMemory
+from makeway.engine.prefill import Sweep, SweepBuffers, SweepPart
+from makeway.engine.request import Event, Request
+from makeway.engine.scheduler import Scheduler
+from makeway.experts.policies import PromptCounts
+from makeway.experts.recorder import Recorder
+from makeway.kv import SequenceState
+
+Sample = Callable[[Request, Tensor], list[Event]]
+
+
+class Reading:
+    """`unit()` runs one unit of work; `is_over` when the caller must restore."""
+
+    def __init__(
+        self,
+        memory: EngineMemory,
+        scheduler: Scheduler,
+        *,
+        sequences: dict[int, SequenceState],
+        sample: Sample,
+        recorder: Recorder | None,
+        max_s: float,
+    ) -> None:
+        """`sample(request, logits row)` chooses a first token; `max_s`: no further sweep begins after so many seconds
+        while answers wait."""
+        self.held: list[Event] = []
+        self.is_over = False
+        self.timed_out = False
+        self.n_tokens = 0
+        self._memory, self._scheduler, self._sequences = memory, scheduler, sequences
+        self._sample, self._recorder, self._max_s = sample, recorder, max_s
+        self._began_s = time.perf_counter()
+        self._sweep: Sweep | None = None
+        self._steps: Iterator[None] = iter(())
+        self._readers: dict[int, Request] = {}  # by the first row of their part
+        self._counts: dict[int, PromptCounts] = {}
+
+    def unit(self) -> list[Event]:
+        """One unit of work, and the progress it made."""
+        if self._sweep is None:
+            self._begin_sweep()
+        sweep = self._sweep
+        if sweep is None:
+            self.is_over = True
+            return []
+        next(self._steps, None)
+        events = [
+            Event(r.id, "progress", n_done=r.n_read + sweep.part_done(part), n_prompt=r.n_prompt)
+            for part, r in self._live(sweep)
+            if r.n_answer == 0
+        ]
+        if sweep.is_done:
+            self._end_sweep(sweep)
+        return events
+
+    def drop(self, request: Request) -> None:
+        """A cancelled request leaves: its rows are not computed any more and none of its events gets out."""
+        self.held = [e for e in self.held if e.request_id != request.id]
+        if self._sweep is None or request not in self._readers.values():
+            return
+        self._sweep.drop(self._sequences[request.id])
+        self._readers = {first: r for first, r in self._readers.items() if r is not request}
+        if not self._readers:
+            self._sweep = None
+            if self._recorder is not None:
+                self._recorder.drop()
+
+    def prompt_counts(self) -> NDArray[np.float32]:
+        """[layers, experts]: what was routed, the tail of each prompt weighted most."""
+        plan = self._memory.plan
+        total = np.zeros((len(plan.layers), plan.sizes.n_experts), dtype=np.float32)
+        for counts in self._counts.values():
+            total += counts.counts
+        return total
+
+    def _begin_sweep(self) -> None:
+        """The next tokens of the prompts that wait, as many as the lent room holds."""
+        readers = self._scheduler.reading()
+        elapsed_s = time.perf_counter() - self._began_s
+        self.timed_out = bool(readers) and self._scheduler.n_decoding > 0 and elapsed_s > self._max_s
+        if not readers or self.timed_out:
+            return
+        memory, swing = self._memory, self._memory.swing
+        wish = memory.plan.lend_for(sum(r.n_to_read - r.n_read for r in readers))
+        if swing.lending is None or (wish != swing.lending and wish.n_kept <= swing.lending.n_kept):
+            swing.release(wish)
+        assert swing.lending is not None
+        assert swing.layout is not None
+        room = swing.lending.sweep_tokens
+        parts: list[tuple[SequenceState, list[int]]] = []
+        self._readers = {}
+        n_tokens = 0
+        for r in readers:
+            tokens = r.tokens[r.n_read : min(r.n_to_read, r.n_read + room - n_tokens)]
+            if tokens:
+                self._readers[n_tokens] = r
+                parts.append((self._sequences[r.id], tokens))
+                n_tokens += len(tokens)
+                r.started_s = r.started_s or time.perf_counter()
+        self._sweep = Sweep(
+            memory.model,
+            swing.sweep_experts(n_tokens),
+            parts=parts,
+            chunk=swing.layout.chunk,
+            buffers=SweepBuffers.in_views(memory.model, n_tokens, swing.buffers),
+            on_routed=self._count,
+        )
+        self._steps = self._sweep.steps()
+
+    def _end_sweep(self, sweep: Sweep) -> None:
+        """Requests move on; those read to the end choose their first token."""
+        for part, r in self._live(sweep):
+            r.n_read += len(part.tokens)
+            self.n_tokens += len(part.tokens)
+            if self._recorder is not None:
+                self._recorder.write(part.first, "prefill", sequence=r.id)
+            if not r.is_reading and r.n_answer == 0:
+                logits = self._memory.model.head(sweep.residual(part)[-1:])[0]
+                self.held += self._sample(r, logits)
+        self._sweep = None
+
+    def _live(self, sweep: Sweep) -> list[tuple[SweepPart, Request]]:
+        return [(part, self._readers[part.first]) for part in sweep.parts if part.first in self._readers]
+
+    def _count(self, layer: int, part: SweepPart, ids: torch.Tensor) -> None:
+        """What a layer routed for a part: for the restore's order and for the trace."""
+        r = self._readers[part.first]
+        plan = self._memory.plan
+        if r.id not in self._counts:
+            self._counts[r.id] = PromptCounts(len(plan.layers), plan.sizes.n_experts, n_tokens=r.n_to_read)
+        self._counts[r.id].add(layer, ids.cpu().numpy(), first_token=r.n_read)
+        if self._recorder is not None:
+            self._recorder.add(part.first, layer, ids)

@@ -1,0 +1,126 @@
+"""Experts on their way back into free slots after a prompt, hottest first, batch by batch.
+
+Owns which batches are in flight. Never publishes a slot before its copy's event, and never takes a slot that is
+published or spare.
+Hazard: decode runs while the refill goes on, so an expert may be published by another way before its batch arrives.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from makeway.device import Event
+from makeway.errors import EngineFailed
+from makeway.experts.cache import ExpertCache
+from makeway.experts.slots import NONE
+
+Ints = NDArray[np.int32]
+MAX_IN_FLIGHT = 2  # one batch crosses the link while the one before it is published
+
+
+@dataclass(frozen=True)
+class _Batch:
+    layers: Ints
+    slots: Ints
+    experts: Ints
+    arrived: Event
+
+
+class Refill:
+    """Fills the free slots with `wishes` [n, 2] (layer, expert), the first ones first."""
+
+    def __init__(self, cache: ExpertCache, wishes: NDArray[np.integer], *, batch_bytes: int) -> None:
+        """`batch_bytes`: what is published together; at least one expert."""
+        self.moved_bytes = 0
+        self.n_published = 0
+        self._cache = cache
+        self._wishes = np.asarray(wishes, dtype=np.int32).reshape(-1, 2)
+        self._batch_experts = max(1, batch_bytes // cache.plan.sizes.stride_bytes)
+        self._next = 0
+        self._flying: deque[_Batch] = deque()
+        self.planned_bytes = self._free_bytes()
+
+    @property
+    def is_done(self) -> bool:
+        """Nothing is in flight and nothing is wished that has room."""
+        return not self._flying and self._next >= len(self._wishes)
+
+    def poll(self) -> int:
+        """Publish what has arrived, without waiting, and send the next batches; returns how many experts came."""
+        n = 0
+        while self._flying and self._flying[0].arrived.is_done():
+            n += self._publish(self._flying.popleft())
+        self._send()
+        return n
+
+    def wait(self) -> int:
+        """Send a batch if none is in flight, wait for the first one and publish it; 0 when there is nothing left."""
+        self._send()
+        if not self._flying:
+            return 0
+        batch = self._flying.popleft()
+        batch.arrived.wait()
+        n = self._publish(batch)
+        self._send()
+        return n
+
+    def stop(self) -> None:
+        """Publish what is in flight, once it is there, and forget the rest."""
+        self._next = len(self._wishes)
+        while self._flying:
+            self.wait()
+
+    def _free_bytes(self) -> int:
+        """What will cross the link if nobody else takes a free slot: as many absent experts as each layer has room."""
+        table = self._cache.table
+        absent = np.zeros_like(table.slot_of)
+        absent[self._wishes[:, 0], self._wishes[:, 1]] = 1
+        absent[table.is_published()] = 0
+        n = np.minimum(table.n_free(), absent.sum(axis=1))
+        return int(sum(int(k) * layer.expert_bytes for k, layer in zip(n, self._cache.plan.layers, strict=True)))
+
+    def _send(self) -> None:
+        """Issue copies until enough batches are in flight or nothing has room."""
+        cache = self._cache
+        while len(self._flying) < MAX_IN_FLIGHT and self._next < len(self._wishes):
+            layers, experts, slots = self._next_batch()
+            if layers.size == 0:
+                return
+            cache.table.fill(layers, slots, experts)
+            before = cache.device.link_bytes
+            for layer, slot, expert in zip(layers.tolist(), slots.tolist(), experts.tolist(), strict=True):
+                cache.fetch(layer, expert, cache.slot_bytes(layer, slot))
+            planned = sum(cache.plan.layers[layer].expert_bytes for layer in layers.tolist())
+            moved = cache.device.link_bytes - before
+            if moved != planned:
+                raise EngineFailed(f"refill: {moved} bytes crossed the link for a batch of {planned}")
+            self.moved_bytes += moved
+            self._flying.append(_Batch(layers, slots, experts, cache.device.record_copies()))
+
+    def _next_batch(self) -> tuple[Ints, Ints, Ints]:
+        """Layers, experts and slots of the next wishes that have room, at most a batch; empty when there are none."""
+        table = self._cache.table
+        while self._next < len(self._wishes) and table.is_free().any():
+            window = self._wishes[self._next : self._next + self._batch_experts]
+            self._next += len(window)
+            slots = table.assign(window[:, 0], window[:, 1])
+            found = slots != NONE
+            if found.any():
+                return window[found, 0], window[found, 1], slots[found]
+        self._next = len(self._wishes)
+        empty = np.empty(0, dtype=np.int32)
+        return empty, empty, empty
+
+    def _publish(self, batch: _Batch) -> int:
+        """Let decode use a batch that has arrived; what got a slot by another way in the meantime gives this one up."""
+        cache = self._cache
+        late = cache.table.slot_of[batch.layers, batch.experts] != NONE
+        cache.table.drop(batch.layers[late], batch.slots[late])
+        layers, slots = batch.layers[~late], batch.slots[~late]
+        cache.table.publish(layers, slots)
+        cache.counters.uploads += int(layers.size)
+        cache.counters.upload_bytes += sum(cache.plan.layers[layer].expert_bytes for layer in layers.tolist())
+        self.n_published += int(layers.size)
+        return int(layers.size)
