@@ -77,7 +77,7 @@ class HostMemory:
         self.is_pinned = False
         # The tensor keeps the mapping: it ends with the last view, so a late reader finds bytes, not a fault.
         self._tensor: Tensor | None = torch.frombuffer(mapping, dtype=torch.uint8)[:n_bytes]
-        self.placement = _interleave(self._tensor.data_ptr(), len(mapping))
+        self.placement = _interleave(self._tensor.data_ptr(), len(mapping), nodes=_online_nodes())
 
     @property
     def tensor(self) -> Tensor:
@@ -111,10 +111,8 @@ def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-def _interleave(address: int, n_bytes: int) -> str:
-    """Spread the pages over all NUMA nodes where there are several; says in words what happened."""
-    online = Path("/sys/devices/system/node/online")
-    nodes = _listed(online.read_text()) if online.exists() else [0]
+def _interleave(address: int, n_bytes: int, *, nodes: list[int]) -> str:
+    """Spread pages that nobody has touched over NUMA nodes, where there are several; says in words what happened."""
     if len(nodes) < 2:
         return "one NUMA node"
     number = _MBIND.get(platform.machine())
@@ -131,6 +129,11 @@ def _interleave(address: int, n_bytes: int) -> str:
     if failed:
         return f"not interleaved: mbind: {os.strerror(ctypes.get_errno())}"
     return f"interleaved over {len(nodes)} NUMA nodes"
+
+
+def _online_nodes() -> list[int]:
+    path = Path("/sys/devices/system/node/online")
+    return _listed(path.read_text()) if path.exists() else [0]
 
 
 def _listed(text: str) -> list[int]:

@@ -21,7 +21,7 @@ class RecordingExperts(DirectExperts):
         self.ids = {}
 
     def __call__(self, layer, moe):
-        self.ids.setdefault(layer, []).append(moe.ids.numpy())
+        self.ids.setdefault(layer, []).append(moe.ids.numpy().copy())
         super().__call__(layer, moe)
 
 
@@ -34,15 +34,15 @@ class Runner:
         self.facts = self.model.facts
         self.cache = KVCache(self.facts.kv_shapes, n_blocks, device=CPU)
         shapes = StateShapes.of(self.facts.state_shapes, kv=self.facts.kv_shapes, ple=self.facts.ple_tails)
-        self.states = StatePool(shapes, 8, device=CPU)
+        self.states = StatePool(shapes, 8, device=CPU, n_kept=8)
         self.experts = RecordingExperts(self.model.store, ops)
 
     def sequence(self):
         return SequenceState(self.cache, self.states)
 
-    def residual(self, sequence, tokens):
+    def residual(self, sequence, tokens, **options):
         sequence.reserve(len(tokens))
-        return run_trunk(self.model, self.experts, Batch.of([(sequence, list(tokens))], device=CPU))
+        return run_trunk(self.model, self.experts, Batch.of([(sequence, list(tokens))], device=CPU, **options))
 
     def logits(self, tokens, chunk=None):
         """Logits [n, vocab] of a fresh sequence read in chunks."""
