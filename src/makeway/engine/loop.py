@@ -274,15 +274,18 @@ class Loop:
         step, rows = swing.lending.sweep_tokens, []
         for i in range(0, len(tokens), step):
             piece = tokens[i : i + step]
+            experts = swing.sweep_experts(len(piece))
             sweep = Sweep(
                 memory.model,
-                swing.sweep_experts(len(piece)),
+                experts,
                 parts=[(sequence, piece)],
                 chunk=swing.layout.chunk,
                 buffers=SweepBuffers.in_views(memory.model, len(piece), swing.buffers),
                 on_routed=lambda layer, _, ids, i=i: counts.add(layer, ids.cpu().numpy(), first_token=i),  # type: ignore[misc]
+                prefetch=experts.prefetch,
             )
             sweep.run()
+            experts.close()
             rows.append(memory.model.head(sweep.residual(sweep.parts[0])))
         swing.restore(counts.counts)
         swing.phases.to(Phase.IDLE)

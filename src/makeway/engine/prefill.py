@@ -115,12 +115,13 @@ class Sweep:
         chunk: int,
         buffers: SweepBuffers | None = None,
         on_routed: OnRouted | None = None,
+        prefetch: Callable[[int], None] | None = None,
     ) -> None:
         """`buffers`: at least as many rows as there are tokens. `on_routed(layer, part, ids [n, k])` is told what
-        each layer routed."""
+        each layer routed, `prefetch(layer)` which layer's experts are needed next."""
         assert parts
         assert chunk >= 1
-        self._model, self._experts, self._on_routed = model, experts, on_routed
+        self._model, self._experts, self._on_routed, self._prefetch = model, experts, on_routed, prefetch
         self.parts: list[SweepPart] = []
         self._chunks: list[tuple[SweepPart, slice, Batch]] = []
         self.n_tokens = 0
@@ -168,6 +169,7 @@ class Sweep:
         n_layers = model.facts.n_layers
         for _, rows, batch in self._live_chunks():
             buffers.residual[rows] = model.embed(batch)
+        self._announce(0)
         for layer in range(n_layers):
             for part, rows, batch in self._chunks:
                 if self._is_live(part):
@@ -180,6 +182,7 @@ class Sweep:
                 for part in self.parts:
                     if self._is_live(part):
                         self._on_routed(layer, part, buffers.ids[part.rows])
+            self._announce(layer + 1)
             self._experts(layer, buffers.routed(slice(0, self.n_tokens)))
             for _, rows, _ in self._live_chunks():
                 buffers.residual[rows] = model.combine(layer, buffers.residual[rows], buffers.routed(rows))
@@ -195,6 +198,10 @@ class Sweep:
         """The whole sweep at once."""
         for _ in self.steps():
             pass
+
+    def _announce(self, layer: int) -> None:
+        if self._prefetch is not None and layer < self._model.facts.n_layers:
+            self._prefetch(layer)
 
     def _is_live(self, part: SweepPart) -> bool:
         return part.first not in self._dropped

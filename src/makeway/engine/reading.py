@@ -19,6 +19,7 @@ from makeway.engine.request import Event, Request
 from makeway.engine.scheduler import Scheduler
 from makeway.experts.policies import PromptCounts
 from makeway.experts.recorder import Recorder
+from makeway.experts.streamed import StreamedExperts
 from makeway.kv import SequenceState
 
 Sample = Callable[[Request, Tensor], list[Event]]
@@ -47,6 +48,7 @@ class Reading:
         self._sample, self._recorder, self._max_s = sample, recorder, max_s
         self._began_s = time.perf_counter()
         self._sweep: Sweep | None = None
+        self._experts: StreamedExperts | None = None
         self._steps: Iterator[None] = iter(())
         self._readers: dict[int, Request] = {}  # by the first row of their part
         self._counts: dict[int, PromptCounts] = {}
@@ -77,7 +79,7 @@ class Reading:
         self._sweep.drop(self._sequences[request.id])
         self._readers = {first: r for first, r in self._readers.items() if r is not request}
         if not self._readers:
-            self._sweep = None
+            self._close_sweep()
             if self._recorder is not None:
                 self._recorder.drop()
 
@@ -113,13 +115,15 @@ class Reading:
                 parts.append((self._sequences[r.id], tokens))
                 n_tokens += len(tokens)
                 r.started_s = r.started_s or time.perf_counter()
+        self._experts = swing.sweep_experts(n_tokens)
         self._sweep = Sweep(
             memory.model,
-            swing.sweep_experts(n_tokens),
+            self._experts,
             parts=parts,
             chunk=swing.layout.chunk,
             buffers=SweepBuffers.in_views(memory.model, n_tokens, swing.buffers),
             on_routed=self._count,
+            prefetch=self._experts.prefetch,
         )
         self._steps = self._sweep.steps()
 
@@ -133,7 +137,13 @@ class Reading:
             if not r.is_reading and r.n_answer == 0:
                 logits = self._memory.model.head(sweep.residual(part)[-1:])[0]
                 self.held += self._sample(r, logits)
-        self._sweep = None
+        self._close_sweep()
+
+    def _close_sweep(self) -> None:
+        """Over or given up: nothing is computed before the copies under way are complete."""
+        if self._experts is not None:
+            self._experts.close()
+        self._sweep = self._experts = None
 
     def _live(self, sweep: Sweep) -> list[tuple[SweepPart, Request]]:
         return [(part, self._readers[part.first]) for part in sweep.parts if part.first in self._readers]

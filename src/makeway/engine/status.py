@@ -25,7 +25,7 @@ def status_document(memory: EngineMemory, loop: Loop, *, kernels: str, file: GGU
         "device_name": memory.device.name,
         "kernels": kernels,
         "file_bytes": file.n_bytes,
-        "expert_bytes": sum(layer.n_experts * layer.expert_bytes for layer in plan.layers),
+        "expert_bytes": memory.model.store.nbytes,
         "kv_bytes": memory.kv.nbytes,
         "context": plan.request.context,
         "parallel": plan.request.sequences,
