@@ -23,7 +23,7 @@ import numpy as np
 from makeway.gguf import GGMLType, open_gguf
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tests.gguf_writer import write_gguf
+from makeway.bench.gguf_writer import write_gguf
 
 
 def write_model(path: Path, *, n_tokens: int, n_merges: int, n_tensors: int) -> None:

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from makeway.bench.gguf_writer import Encoder, Typed, tensor_bytes, write_gguf
 from makeway.gguf import BLOCK_SIZES, GGMLType, ValueType, open_gguf
 from tests.conftest import golden_path
 from tests.gguf.checks import try_open
-from tests.gguf_writer import Encoder, Typed, tensor_bytes, write_gguf
 
 E = Encoder()
 GOLDEN = ["qwen4exp-k96-UD-Q4_K_XL.gguf", "qwen3moe-k256-Q4_K_M.gguf"]

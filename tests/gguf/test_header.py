@@ -1,8 +1,8 @@
 import pytest
 
+from makeway.bench.gguf_writer import Encoder, write_gguf
 from makeway.gguf import GGMLType, open_gguf
 from tests.gguf.checks import refused, try_open
-from tests.gguf_writer import Encoder, write_gguf
 
 E = Encoder()
 F32, Q4_K = GGMLType.F32, GGMLType.Q4_K

@@ -6,11 +6,11 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from makeway.bench.gguf_writer import write_gguf
 from makeway.errors import UserError
 from makeway.gguf import GGMLType, open_gguf
 from tests.conftest import DATA, SHARED, golden_path
 from tests.gguf.checks import check_tensors
-from tests.gguf_writer import write_gguf
 
 GOLDEN = sorted({p.name for folder in (DATA, SHARED) for p in folder.glob("*.gguf")})
 

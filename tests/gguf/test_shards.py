@@ -3,11 +3,11 @@ import shutil
 
 import pytest
 
+from makeway.bench.gguf_writer import Typed, shard_path, write_gguf
 from makeway.errors import UserError
 from makeway.gguf import GGMLType, ValueType, open_gguf
 from makeway.gguf import shards as shards_module
 from tests.gguf.checks import check_tensors, refused
-from tests.gguf_writer import Typed, shard_path, write_gguf
 
 F32 = GGMLType.F32
 TENSORS = {f"blk.{i}.w": (F32, (2, i + 1), bytes([i + 1]) * (8 * (i + 1))) for i in range(5)}

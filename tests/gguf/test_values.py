@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
+from makeway.bench.gguf_writer import Encoder, Typed, write_gguf
 from makeway.gguf import ValueType, open_gguf
 from makeway.gguf.values import MAX_DEPTH
 from tests.gguf.checks import refused
-from tests.gguf_writer import Encoder, Typed, write_gguf
 
 SCALARS = {
     ValueType.U8: (0, 255),
