@@ -1,0 +1,235 @@
+"""Grammars that an answer must follow: which tokens may come next, by `llguidance`.
+
+Owns the way from a grammar's text to a mask per token. Never lets a grammar through that it understands in part only.
+Hazard: a state belongs to one request and one thread; `CompiledGrammar` may be shared.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance.gbnf_to_lark import gbnf_to_lark
+from numpy.typing import NDArray
+
+from makeway.errors import EngineFailed, UserError
+from makeway.text.grammar_faults import check_bytes, check_rules, check_schema_size, reason_of, schema_path
+from makeway.text.tokenizer import Tokenizer
+
+GrammarKind = Literal["json_schema", "json_object", "regex", "gbnf", "lark"]
+Reasoning = Literal["none", "open", "optional"]
+
+# Space between JSON's parts, if any: a blank, or a new line and its indentation. Unbounded, weak models get lost in it.
+JSON_SPACE = r"( |\n{1,2}[ \t]{0,40})"
+_JSON_OPTIONS: Any = {"whitespace_pattern": JSON_SPACE, "lenient": False}
+_THOUGHT = {
+    "open": "start: thought gap @answer\n",
+    "optional": "start: (opening thought gap)? @answer\nopening: /\\s{0,8}<think>/\n",
+}
+_THOUGHT_END = "thought[lazy]: /(?s:.*)<\\/think>/\ngap: /[ \\t\\r\\n]{0,8}/\n"
+
+
+class GrammarVocabulary:
+    """A tokenizer's tokens as a tree that masks are computed from; build it once (0.6 s for 150k tokens) and share it.
+
+    `n_vocab`: length of the masks, the width of the model's logits; ids from `n_tokens` on are padding.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, n_vocab: int | None = None) -> None:
+        """Raises UserError when the model has fewer logits than the tokenizer has tokens."""
+        self.n_tokens = tokenizer.n_tokens
+        self.n_vocab = self.n_tokens if n_vocab is None else n_vocab
+        if self.n_vocab < self.n_tokens:
+            raise UserError(f"the model has {self.n_vocab} logits for {self.n_tokens} tokens; convert the model again")
+        self.ends = sorted(tokenizer.eos_ids)
+        self.tree = LLTokenizer(TokenizerWrapper(_Tokens(tokenizer)), eos_token=self.ends)
+
+
+class _Tokens:
+    """What llguidance asks of a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        ids = range(tokenizer.n_tokens)
+        self.eos_token_id = min(tokenizer.eos_ids)
+        self.bos_token_id = tokenizer.bos_id
+        self.tokens = [tokenizer.token_bytes(i) for i in ids]
+        self.special_token_ids = [i for i in ids if tokenizer.is_special(i) or i in tokenizer.eos_ids]
+        self._byte_ids = {token: i for i, token in enumerate(self.tokens) if len(token) == 1}
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Ids whose bytes are exactly `text`. The tokenizer may compose characters (NFC): then one id a byte."""
+        ids = self._tokenizer.encode(text.decode("utf-8"), parse_special=False, add_special=False)
+        if b"".join(self.tokens[i] for i in ids) == text:
+            return ids
+        return [self._byte_ids[text[i : i + 1]] for i in range(len(text))]
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A grammar as it was given. `source`: the schema as JSON text, a regular expression (Rust's syntax; it must match
+    the whole answer), GBNF, or Lark in llguidance's dialect; "" for "json_object".
+
+    reasoning: what may come before the answer: "open" when the prompt ends inside `<think>`, so that everything is
+    allowed up to `</think>`; "optional" when the model may open `<think>` itself.
+    GBNF rules made of characters alone become tokens that match as much as they can (llguidance's lexer), so
+    `[a-z]+ "a"` spread over two such rules never ends; write the two as one.
+    """
+
+    kind: GrammarKind
+    source: str = ""
+    reasoning: Reasoning = "none"
+
+    def compile(self, vocabulary: GrammarVocabulary) -> "CompiledGrammar":
+        """May take seconds; needs no lock. Raises UserError that says where the grammar is wrong or not supported."""
+        definition = self._definition()
+        matcher = self._matcher(vocabulary, definition)
+        if self.reasoning != "none":
+            answer = {**json.loads(definition)["grammars"][0], "name": "answer"}
+            frame = {"name": "frame", "lark_grammar": _THOUGHT[self.reasoning] + _THOUGHT_END}
+            matcher = self._matcher(vocabulary, json.dumps({"grammars": [frame, answer]}))
+        return CompiledGrammar(self, vocabulary, matcher=matcher)
+
+    @property
+    def _name(self) -> str:
+        names = {"json_schema": "JSON schema", "regex": "regular expression", "gbnf": "GBNF grammar"}
+        return names.get(self.kind, f"{self.kind} grammar")
+
+    def _matcher(self, vocabulary: GrammarVocabulary, definition: str) -> LLMatcher:
+        matcher = LLMatcher(vocabulary.tree, definition, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # some faults show only here
+        if matcher.is_error():
+            raise self._fault(matcher.get_error(), vocabulary)
+        return matcher
+
+    def _definition(self) -> str:
+        """The grammar in llguidance's own JSON form."""
+        check_bytes(self.source, name=self._name)
+        match self.kind:
+            case "json_object":
+                return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=_JSON_OPTIONS)
+            case "json_schema":
+                return LLMatcher.grammar_from_json_schema(self._schema(), overrides=_JSON_OPTIONS)
+            case "regex":
+                return LLMatcher.grammar_from_regex(self.source)
+            case "gbnf":
+                check_rules(self.source, "::=", name=self._name)
+                return LLMatcher.grammar_from_lark(self._lark())
+            case "lark":
+                check_rules(self.source, ":", name=self._name)
+                return LLMatcher.grammar_from_lark(self.source)
+
+    def _schema(self) -> str:
+        try:
+            schema = json.loads(self.source)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"the JSON schema is no JSON: {error}") from error
+        if not isinstance(schema, dict | bool):
+            raise UserError(f"the JSON schema is {type(schema).__name__}; it must be an object")
+        check_schema_size(schema)
+        text = json.dumps(schema, ensure_ascii=False)  # without keys that are there twice
+        check_bytes(text, name=self._name)
+        return text
+
+    def _lark(self) -> str:
+        try:
+            return gbnf_to_lark(self.source)
+        except RecursionError as error:
+            raise UserError("the GBNF grammar is nested too deeply") from error
+        except Exception as error:  # it raises bare ones
+            raise UserError(f"the GBNF grammar is wrong or not supported: {error}") from error
+
+    def _fault(self, report: str, vocabulary: GrammarVocabulary) -> UserError:
+        where = ""
+        if self.kind == "json_schema":
+
+            def fails(schema: Any) -> bool:
+                text = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS)
+                return LLMatcher.validate_grammar(text, vocabulary.tree) == report
+
+            where = f" at {schema_path(json.loads(self.source), fails)}"
+        return UserError(f"the {self._name} is wrong or not supported{where}: {reason_of(report, kind=self.kind)}")
+
+
+class CompiledGrammar:
+    """A grammar ready for use with one vocabulary; safe to share between threads."""
+
+    def __init__(self, grammar: Grammar, vocabulary: GrammarVocabulary, *, matcher: LLMatcher) -> None:
+        """Use `Grammar.compile`. Raises UserError when no answer at all can follow the grammar."""
+        self.grammar = grammar
+        self.vocabulary = vocabulary
+        self._matcher = matcher
+        self.start().mask()
+
+    def start(self) -> "GrammarState":
+        """The state before the first token; cheap."""
+        return GrammarState(self.vocabulary, self._matcher.deep_copy())
+
+
+class GrammarState:
+    """How far an answer is. Feed it the tokens in order; `rollback` takes the last ones back."""
+
+    def __init__(self, vocabulary: GrammarVocabulary, matcher: LLMatcher) -> None:
+        self._vocabulary = vocabulary
+        self._matcher = matcher
+        self._n_accepted = 0
+        self._has_ended = False  # kept here: whether llguidance takes an end depends on how it stopped
+
+    def mask(self) -> NDArray[np.bool_]:
+        """bool [n_vocab]: the tokens that may come next, at least one; the ends of an answer exactly where the grammar
+        may end, other control tokens and padding never.
+
+        Raises UserError when the grammar leads nowhere from here or grew too complex for llguidance's limits.
+        """
+        n_tokens = self._vocabulary.n_tokens
+        mask = np.zeros(self._vocabulary.n_vocab, dtype=np.bool_)
+        if self._has_ended:
+            mask[self._vocabulary.ends] = True
+            return mask
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._matcher.is_error():  # the mask then allows the end, which would pass for a complete answer
+            reason = reason_of(self._matcher.get_error(), kind="lark")
+            raise UserError(f"the grammar cannot be followed after {self._n_accepted} tokens: {reason}")
+        mask[:n_tokens] = np.unpackbits(bits, count=n_tokens, bitorder="little")
+        if not mask.any():
+            raise UserError(f"the grammar allows nothing more after {self._n_accepted} tokens, not even the end")
+        return mask
+
+    def accept(self, token: int) -> None:
+        """Go on by one token. Raises EngineFailed for a token that `mask` does not allow; the state is as before."""
+        if not self._try_accept(token):
+            raise EngineFailed(f"token {token} is not what the grammar allows after {self._n_accepted} tokens")
+        self._n_accepted += 1
+
+    def _try_accept(self, token: int) -> bool:
+        if self._has_ended or not 0 <= token < self._vocabulary.n_tokens:
+            return False
+        if token in self._vocabulary.ends:
+            self._has_ended = self._matcher.is_accepting()
+            return self._has_ended
+        return self._matcher.try_consume_tokens([token]) == 1
+
+    @property
+    def is_done(self) -> bool:
+        """True when nothing but the end may follow, or the end was accepted."""
+        return self._has_ended or self._matcher.is_stopped()
+
+    def rollback(self, n: int) -> None:
+        """Take the last `n` accepted tokens back. Raises EngineFailed when there are fewer."""
+        if not 0 <= n <= self._n_accepted:
+            raise EngineFailed(f"{n} tokens cannot be taken back from a grammar that has {self._n_accepted}")
+        if n == 0:
+            return
+        self._n_accepted -= n
+        n -= self._has_ended
+        self._has_ended = False
+        if n and not self._matcher.rollback(n):
+            raise EngineFailed(f"the grammar cannot take {n} tokens back: {self._matcher.get_error()[:200]}")
+
+    def clone(self) -> "GrammarState":
+        """A state of its own at the same place."""
+        copy = GrammarState(self._vocabulary, self._matcher.deep_copy())
+        copy._n_accepted, copy._has_ended = self._n_accepted, self._has_ended
+        return copy
