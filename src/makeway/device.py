@@ -99,6 +99,7 @@ class HostMemory:
     def close(self) -> None:
         """Unregister and let go; again is harmless. The bytes live on as long as somebody holds a view of them."""
         if self.is_pinned:
+            torch.cuda.synchronize()  # no copy may still be reading
             code = int(_cudart().cudaHostUnregister(self.tensor.data_ptr()))
             if code != 0:
                 raise EngineFailed(f"host memory: CUDA cannot unregister it (error {code})")

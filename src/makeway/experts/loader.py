@@ -18,6 +18,7 @@ from makeway.gguf import GGUFFile
 from makeway.gguf.faults import TRUNCATED, fault
 
 READ_BYTES = 32 << 20
+PAGE_BLOCK_BYTES = 4 << 20  # at least the largest block in which the page cache holds a file
 MAX_THREADS = 16
 IOV_MAX = os.sysconf("SC_IOV_MAX")
 
@@ -37,6 +38,10 @@ class _Read:
     first: int
     last: int
     at: int
+
+    @property
+    def total_bytes(self) -> int:
+        return (self.last - self.first) * self.n_bytes
 
 
 def load_experts(
@@ -71,7 +76,7 @@ def _reads_of(file: GGUFFile, layer: FileLayer, stored: StoredLayer) -> Iterator
 
 
 def _run(reads: list[_Read], progress: Progress | None) -> None:
-    total = sum((read.last - read.first) * read.n_bytes for read in reads)
+    total = sum(read.total_bytes for read in reads)
     done = 0
     stop = threading.Event()
     descriptors: dict[Path, int] = {}
@@ -87,6 +92,9 @@ def _run(reads: list[_Read], progress: Progress | None) -> None:
                         progress(done, total)
             finally:
                 stop.set()  # reads that wait return at once; leaving `with` waits for those under way
+        for read in reads:  # the system forgets no block of pages that reaches into the next read, so once more
+            first = max(0, read.offset - PAGE_BLOCK_BYTES)
+            _drop(descriptors[read.path], first, read.offset - first + read.total_bytes + PAGE_BLOCK_BYTES)
     finally:
         for descriptor in descriptors.values():
             os.close(descriptor)
@@ -119,5 +127,10 @@ def _read(descriptor: int, read: _Read, stop: threading.Event) -> int:
             n -= open_rows.pop(0).nbytes
         if n:
             open_rows[0] = open_rows[0][n:]
-    os.posix_fadvise(descriptor, start, offset - start, os.POSIX_FADV_DONTNEED)
+    _drop(descriptor, start, offset - start)
     return offset - start
+
+
+def _drop(descriptor: int, offset: int, n_bytes: int) -> None:
+    """Let the system forget a range of the file."""
+    os.posix_fadvise(descriptor, offset, n_bytes, os.POSIX_FADV_DONTNEED)
