@@ -156,14 +156,19 @@ def test_attention_is_right_and_blind_to_chunks(sparse):
         assert torch.equal(torch.cat([run(i, min(i + step, n)) for i in range(0, n, step)]), whole)
 
 
-def test_select_blocks_takes_the_best_and_breaks_ties_downwards():
-    scores = torch.tensor([[1.0, 5.0, 5.0, 5.0, 0.0]])
-    allowed = reference_attention.select_blocks(scores, torch.tensor([21]), ratio=4, n_select=2)
-    assert allowed.shape == (1, 22)
-    assert torch.nonzero(allowed[0])[:, 0].tolist() == [4, 5, 6, 7, 8, 9, 10, 11, 20, 21]
-    # Only complete blocks count, and with few of them everything is allowed.
-    early = reference_attention.select_blocks(scores, torch.tensor([6]), ratio=4, n_select=2)
-    assert torch.nonzero(early[0])[:, 0].tolist() == [0, 1, 2, 3, 4, 5, 6]
+def test_best_blocks_breaks_ties_downwards_and_counts_complete_blocks_only():
+    scores = torch.tensor([[1.0, 5.0, 5.0, 5.0, 9.0]])
+    at = torch.tensor([18])  # blocks 0 to 3 are complete
+    chosen = reference_attention.best_blocks(scores, at, ratio=4, n_select=2)
+    assert chosen.dtype == torch.int32
+    assert chosen.tolist() == [[1, 2]]
+    allowed = reference_attention.allowed_keys(chosen, at, n_keys=19, ratio=4)
+    assert torch.nonzero(allowed[0])[:, 0].tolist() == [4, 5, 6, 7, 8, 9, 10, 11, 16, 17, 18]
+    # With few complete blocks everything is allowed.
+    early = torch.tensor([6])
+    chosen = reference_attention.best_blocks(scores, early, ratio=4, n_select=2)
+    assert chosen.tolist() == [[0, -1]]
+    assert reference_attention.allowed_keys(chosen, early, n_keys=7, ratio=4).all()
 
 
 def test_block_scores_are_right_and_blind_to_chunks():

@@ -37,7 +37,9 @@ def planned(runner, *, kv_type="f32", drafts=0):
     n_blocks = plan.sizes.kv_tokens // BLOCK_TOKENS
     cache = KVCache(shapes, n_blocks, device=CPU, item_type=KV_TYPES[kv_type], rooms=rooms)
     states = StateShapes.of(runner.facts.state_shapes, kv=shapes, ple=runner.facts.ple_tails)
-    return plan, cache, StatePool(states, 2, device=CPU, room=views.get("recurrent state")), facts
+    n_kept = 1 + drafts if drafts else 0
+    rooms = {"room": views.get("recurrent state"), "kept_room": views.get("replay rows")}
+    return plan, cache, StatePool(states, 2, device=CPU, n_kept=n_kept, **rooms), facts
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "f32"])
@@ -52,7 +54,7 @@ def test_the_plan_says_what_the_caches_take(name, kv_type, drafts):
     per_sequence = facts.state_bytes_per_sequence
     if drafts:
         per_token += facts.mtp_kv_bytes_per_token[kv_type] + facts.mtp_indexer_bytes_per_token[kv_type]
-        per_sequence += facts.mtp_state_bytes_per_sequence
+        per_sequence += facts.mtp_state_bytes_per_sequence + (1 + drafts) * facts.replay_bytes_per_row
     assert cache.nbytes == tokens * per_token
     assert states.nbytes == 2 * per_sequence
 

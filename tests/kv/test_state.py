@@ -11,7 +11,7 @@ from tests.models.runner import CPU, Runner
 
 def pool(n_places=2, **options):
     shapes = StateShapes.of(
-        {0: StateShape(2, 3, 5, conv_channels=7, conv_taps=4)},
+        {0: StateShape(2, 3, 5, conv_channels=7, conv_taps=4, n_k_heads=1, tiled=False)},
         kv={1: KVShape(1, 8, 8, index_dim=4, ratio=4), 2: KVShape(1, 8, 8)},
         ple={1: (9, 11)},
     )

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from makeway.kernels import REFERENCE
+from makeway.kernels.reference_attention import allowed_keys
 from makeway.kv import Batch
 from makeway.layers.ple import ple
 from makeway.models.base import run_layer, run_trunk
@@ -125,11 +126,12 @@ def test_sparse_selection_equals_transformers():
     reference = golden_arrays("qwen4exp-base.npz")
     seen = []
 
-    def attention(q, positions, *, n_keys, key_tile, allowed=None):
-        seen.append(allowed)
-        return REFERENCE.attention(q, positions, n_keys=n_keys, key_tile=key_tile, allowed=allowed)
+    def attend(q, kv, *, rows, selected=None):
+        assert selected is not None
+        seen.append(allowed_keys(selected, rows.positions, n_keys=rows.max_keys, ratio=kv.indexer[2]))
+        return REFERENCE.attend(q, kv, rows=rows, selected=selected)
 
-    runner = Runner(golden_path("qwen4exp-base-bf16.gguf"), ops=dataclasses.replace(REFERENCE, attention=attention))
+    runner = Runner(golden_path("qwen4exp-base-bf16.gguf"), ops=dataclasses.replace(REFERENCE, attend=attend))
     tokens = [int(t) for t in reference["tokens"]]
     runner.logits(tokens)
     layers = sorted(k for k in runner.facts.kv_shapes if k < runner.facts.n_layers)
@@ -137,7 +139,6 @@ def test_sparse_selection_equals_transformers():
     n = len(tokens)
     for layer, allowed in zip(layers, seen, strict=True):
         wanted = np.unpackbits(reference[f"qsa_selected_{layer}"], axis=1)[:, :n].astype(bool)
-        assert allowed is not None
         np.testing.assert_array_equal(allowed.numpy(), wanted)
         assert wanted.sum(1).max() <= 35
         assert wanted.sum() < np.tril(np.ones((n, n))).sum() / 2, "the choice must be really sparse here"

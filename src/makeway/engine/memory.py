@@ -130,10 +130,10 @@ class EngineMemory:
         plan, facts, device = self.plan, self.model.facts, self.device.torch_device
         views = {r.name: self.arena.fixed(r).tensor for r in plan.regions if not r.name.startswith("weights: ")}
         trunk = [i for i in facts.kv_shapes if i < facts.n_layers]
-        rooms = [KVRoom(trunk, views["KV cache"], views.get("indexer keys"))]
+        rooms = [KVRoom(trunk, views.get("KV cache"), views.get("indexer keys"))]
         if plan.sizes.with_mtp:
             draft = [i for i in facts.kv_shapes if i >= facts.n_layers]
-            rooms.append(KVRoom(draft, views["MTP KV cache"], views.get("MTP indexer keys")))
+            rooms.append(KVRoom(draft, views.get("MTP KV cache"), views.get("MTP indexer keys")))
         kv = KVCache(
             {i: facts.kv_shapes[i] for room in rooms for i in room.layers},
             plan.sizes.kv_tokens // BLOCK_TOKENS,

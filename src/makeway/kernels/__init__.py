@@ -2,6 +2,29 @@
 
 Owns the choice. Never mixes implementations silently: what was chosen is listed by name in the status document.
 Hazard: `reference` defines the results; any other implementation is tested against it.
+
+Row by row, on tensors of [n, ...] float32 (a matrix is a `Weight`):
+
+    linear(x, w)  sigmoid  silu  softplus(x)  rms_norm(x, gamma, eps)  l2_norm(x)  rope(x, positions, n_rot, theta)
+    route(logits, top_k) -> ids int64, weights f32 [n, top_k]      expert_ffn(x, gate, up, down)
+
+Over a batch, told by `rows: Rows` which rows belong to which sequence and where its memory lies. Tensors are float32
+unless named; an implementation needs nothing but `rows.on_device` (int32 tables) and the pools:
+
+    write_kv(keys, values [n, kv_heads, d], kv, rows)      into the blocks of `kv: KVLayer`, in the pools' type
+    attend(q [n, heads, d], kv, rows, selected) -> [n, heads, d]      over keys up to each row's own position; with
+        `selected` int32 [n, n_select] only over those indexer blocks (-1: none) and the incomplete block at the end
+    index_pool(raw [n, index_dim], gamma, kv, rows, eps, n_rot, theta)      new pooled keys; raw keys into the ring
+    index_select(q [n, heads, index_dim], kv, rows, n_select) -> int32 [n, n_select]      block numbers, ascending,
+        then -1; equal scores go to the lower block; all complete blocks when there are at most n_select
+    conv_step(x [n, channels], kernel [channels, k], state: ConvState, rows, dilation) -> [n, channels]
+    delta_step(q, k [n, k_heads, d_k], v [n, v_heads, d_v], decay, beta [n, v_heads], state: DeltaState, rows)
+        -> [n, v_heads, d_v]
+    replay_conv(state, rows), replay_delta(state, rows)      only the first of the three things below
+
+The last four work on places of recurrent state, in place: they (1) replay the `n_replay` kept rows of each place,
+(2) run the rows from there, (3) store the state after the rows; with `rows.keep` instead the state before the rows,
+and the rows' inputs as the place's kept rows.
 """
 
 from collections.abc import Callable
@@ -12,6 +35,7 @@ from torch import Tensor
 
 from makeway.kernels import reference, reference_attention
 from makeway.kernels.reference import KEY_TILE, ROW_TILE
+from makeway.kernels.rows import ConvState, DeltaState, DeviceRows, KVLayer, Rows, Span
 from makeway.kernels.weight import Weight
 
 
@@ -29,11 +53,14 @@ class Ops:
     rope: Callable[..., Tensor] = reference.rope
     route: Callable[[Tensor, int], tuple[Tensor, Tensor]] = reference.route
     expert_ffn: Callable[[Tensor, Weight, Weight, Weight], Tensor] = reference.expert_ffn
-    causal_conv: Callable[..., Tensor] = reference.causal_conv
-    delta_rule: Callable[..., tuple[Tensor, Tensor]] = reference.delta_rule
-    attention: Callable[..., Tensor] = reference_attention.attention
-    block_scores: Callable[..., Tensor] = reference_attention.block_scores
-    select_blocks: Callable[..., Tensor] = reference_attention.select_blocks
+    write_kv: Callable[..., None] = reference_attention.write_kv
+    attend: Callable[..., Tensor] = reference_attention.attend
+    index_pool: Callable[..., None] = reference_attention.index_pool
+    index_select: Callable[..., Tensor] = reference_attention.index_select
+    conv_step: Callable[..., Tensor] = reference.conv_step
+    delta_step: Callable[..., Tensor] = reference.delta_step
+    replay_conv: Callable[[ConvState, Rows], None] = reference.replay_conv
+    replay_delta: Callable[[DeltaState, Rows], None] = reference.replay_delta
 
 
 REFERENCE = Ops("reference")
@@ -45,4 +72,17 @@ def select(device: torch.device) -> Ops:
     return REFERENCE
 
 
-__all__ = ["KEY_TILE", "REFERENCE", "ROW_TILE", "Ops", "Weight", "select"]
+__all__ = [
+    "KEY_TILE",
+    "REFERENCE",
+    "ROW_TILE",
+    "ConvState",
+    "DeltaState",
+    "DeviceRows",
+    "KVLayer",
+    "Ops",
+    "Rows",
+    "Span",
+    "Weight",
+    "select",
+]

@@ -11,6 +11,7 @@ Hazard: it is a specification, not a fast path.
 import torch
 from torch import Tensor
 
+from makeway.kernels.rows import ConvState, DeltaState, Rows, Span
 from makeway.kernels.weight import Weight
 
 ROW_TILE = 16  # rows of a matrix product; part of the specification of the bits
@@ -123,3 +124,79 @@ def delta_rule(state: Tensor, q: Tensor, k: Tensor, *, v: Tensor, decay: Tensor,
         state = state + k[t, :, :, None] * change[:, None, :]
         out[t] = (state * q[t, :, :, None]).sum(1)
     return out, state
+
+
+def delta_step(
+    q: Tensor, k: Tensor, *, v: Tensor, decay: Tensor, beta: Tensor, state: DeltaState, rows: Rows
+) -> Tensor:
+    """The delta rule over every span from its sequence's state, which moves on, or is replayed and kept (`rows.keep`).
+
+    q, k f32 [n, k_heads, d_k]; v f32 [n, v_heads, d_v]; decay, beta f32 [n, v_heads]. Returns f32 [n, v_heads, d_v].
+    """
+    out = torch.empty_like(v)
+    for s in rows.spans:
+        r, kept = s.rows, state.k[s.place]
+        before = _replayed(state, s)
+        out[r], after = delta_rule(
+            before, _spread(q[r], state), _spread(k[r], state), v=v[r], decay=decay[r], beta=beta[r]
+        )
+        if rows.keep:
+            assert s.n <= kept.shape[0], f"{s.n} rows of a verify step, room for {kept.shape[0]}"
+            kept[: s.n] = k[r]
+            state.v[s.place, : s.n] = v[r]
+            state.gates[s.place, : s.n] = torch.stack((decay[r], beta[r]), dim=1)
+            after = before
+        state.state[s.place] = after
+    return out
+
+
+def replay_delta(state: DeltaState, rows: Rows) -> None:
+    """Moves the states on by the kept rows that stand (`n_replay`); the spans' own rows do not matter."""
+    for s in rows.spans:
+        state.state[s.place] = _replayed(state, s)
+
+
+def _replayed(state: DeltaState, span: Span) -> Tensor:
+    """The state [heads, d_k, d_v] of a span's sequence after the kept rows that stand; a copy when there are any."""
+    now, n = state.state[span.place], span.n_replay
+    if n:
+        k = _spread(state.k[span.place, :n], state)
+        decay, beta = state.gates[span.place, :n].unbind(1)
+        _, now = delta_rule(now, k, k, v=state.v[span.place, :n], decay=decay, beta=beta)
+    return now
+
+
+def _spread(x: Tensor, state: DeltaState) -> Tensor:
+    """The K heads [n, k_heads, d] that the V heads use: [n, v_heads, d]."""
+    group = state.v.shape[2] // x.shape[1]
+    return x.repeat(1, group, 1) if state.tiled else x.repeat_interleave(group, dim=1)
+
+
+def conv_step(x: Tensor, kernel: Tensor, *, state: ConvState, rows: Rows, dilation: int = 1) -> Tensor:
+    """`causal_conv` over every span behind its sequence's tail, which moves on, or is replayed and kept (`rows.keep`).
+
+    x f32 [n, channels], kernel f32 [channels, k]; the tail has dilation * (k - 1) rows. Returns f32 [n, channels].
+    """
+    out = torch.empty_like(x)
+    for s in rows.spans:
+        before = _replayed_tail(state, s)
+        window = torch.cat((before, x[s.rows]))
+        out[s.rows] = causal_conv(window, kernel, dilation=dilation)
+        if rows.keep:
+            assert s.n <= state.kept.shape[1], f"{s.n} rows of a verify step, room for {state.kept.shape[1]}"
+            state.kept[s.place, : s.n] = x[s.rows]
+            state.tail[s.place] = before
+        else:
+            state.tail[s.place] = window[s.n :]
+    return out
+
+
+def replay_conv(state: ConvState, rows: Rows) -> None:
+    """Moves the tails on by the kept rows that stand (`n_replay`); the spans' own rows do not matter."""
+    for s in rows.spans:
+        state.tail[s.place] = _replayed_tail(state, s)
+
+
+def _replayed_tail(state: ConvState, span: Span) -> Tensor:
+    n = span.n_replay
+    return torch.cat((state.tail[span.place], state.kept[span.place, :n]))[n:]

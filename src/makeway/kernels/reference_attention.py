@@ -6,12 +6,13 @@ which a row sees no key leaves its running maximum, sum and output untouched, bi
 Hazard: unused places of a key tile must hold finite values (the cache is zeroed when allocated).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from makeway.kernels.reference import KEY_TILE, ROW_TILE
+from makeway.kernels.reference import KEY_TILE, ROW_TILE, rms_norm, rope
+from makeway.kernels.rows import KVLayer, Rows
 
 KeyTile = Callable[[int], tuple[Tensor, Tensor]]
 
@@ -103,22 +104,113 @@ def block_scores(q: Tensor, *, n_blocks: int, pooled_tile: Callable[[int], Tenso
     return out[:n, :n_blocks]
 
 
-def select_blocks(scores: Tensor, positions: Tensor, *, ratio: int, n_select: int) -> Tensor:
-    """Which tokens a query may attend to: its best `n_select` complete blocks of `ratio` tokens, and its tail.
+def best_blocks(scores: Tensor, positions: Tensor, *, ratio: int, n_select: int) -> Tensor:
+    """Which complete blocks of `ratio` tokens a query attends to: its best `n_select`, or all when there are no more.
 
-    scores f32 [n, n_blocks]; positions int64 [n]. Equal scores go to the lower block. With at most `n_select`
-    complete blocks everything is allowed. Returns bool [n, n_keys], n_keys = last position + 1.
+    scores f32 [n, n_blocks]; positions int64 [n]. Equal scores go to the lower block. Returns int32 [n, n_select]:
+    block numbers, ascending, then -1.
     """
-    n_keys = int(positions.max()) + 1
-    n_complete = (positions + 1) // ratio
-    blocks = torch.arange(scores.shape[1], device=scores.device)
-    scores = scores.masked_fill(blocks[None] >= n_complete[:, None], -torch.inf)
+    n, n_blocks = scores.shape
+    blocks = torch.arange(n_blocks, device=scores.device)
+    complete = blocks[None] < ((positions + 1) // ratio)[:, None]
+    scores = scores.masked_fill(~complete, -torch.inf)
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :n_select]
-    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, order, True)
-    chosen &= blocks[None] < n_complete[:, None]
-    keys = torch.arange(n_keys, device=scores.device)
-    tail = keys[None] >= (n_complete * ratio)[:, None]
-    allowed = tail.clone()
-    n_block_keys = min(scores.shape[1] * ratio, n_keys)
-    allowed[:, :n_block_keys] |= chosen.repeat_interleave(ratio, dim=1)[:, :n_block_keys]
+    chosen = torch.zeros_like(complete).scatter_(1, order, True) & complete
+    numbers = torch.where(chosen, blocks[None], n_blocks).sort(dim=-1).values[:, :n_select]
+    out = torch.full((n, n_select), -1, dtype=torch.int32, device=scores.device)
+    out[:, : numbers.shape[1]] = numbers.masked_fill(numbers == n_blocks, -1)
+    return out
+
+
+def allowed_keys(selected: Tensor, positions: Tensor, *, n_keys: int, ratio: int) -> Tensor:
+    """bool [n, n_keys] of the keys a query may see: its selected blocks (int32 [n, n_select], -1: none) and the
+    incomplete block at its end."""
+    n = positions.shape[0]
+    chosen = torch.zeros((n, n_keys // ratio + 2), dtype=torch.bool, device=positions.device)
+    chosen.scatter_(1, selected.long() + 1, True)  # column 0 takes the -1s
+    keys = torch.arange(n_keys, device=positions.device)
+    tail = keys[None] >= ((positions + 1) // ratio * ratio)[:, None]
+    allowed = chosen[:, 1:].repeat_interleave(ratio, dim=1)[:, :n_keys] | tail
     return allowed & (keys[None] <= positions[:, None])
+
+
+def write_kv(keys: Tensor, values: Tensor, *, kv: KVLayer, rows: Rows) -> None:
+    """Stores keys [n, kv_heads, key_dim] and values of all rows at their positions in their sequences' blocks."""
+    tokens = kv.block_tokens
+    for s in rows.spans:
+        done = 0
+        while done < s.n:
+            index, place = divmod(s.position + done, tokens)
+            count = min(tokens - place, s.n - done)
+            block, part = s.blocks[index], slice(s.first + done, s.first + done + count)
+            kv.keys[block, place : place + count] = keys[part]
+            kv.values[block, place : place + count] = values[part]
+            done += count
+
+
+def attend(q: Tensor, kv: KVLayer, *, rows: Rows, selected: Tensor | None = None) -> Tensor:
+    """Attention of every row over the keys of its sequence up to its own position.
+
+    q f32 [n, heads, d], scaled; selected int32 [n, n_select] as `best_blocks` gives, or None: all keys. Returns f32
+    [n, heads, d].
+    """
+    out = torch.empty_like(q)
+    for s in rows.spans:
+        positions, n_keys = rows.positions[s.rows], s.position + s.n
+        allowed = None
+        if selected is not None:
+            allowed = allowed_keys(selected[s.rows], positions, n_keys=n_keys, ratio=kv.indexer[2])
+
+        def key_tile(j: int, blocks: Sequence[int] = s.blocks) -> tuple[Tensor, Tensor]:
+            return kv.keys[blocks[j]].float(), kv.values[blocks[j]].float()
+
+        out[s.rows] = attention(q[s.rows], positions, n_keys=n_keys, key_tile=key_tile, allowed=allowed)
+    return out
+
+
+def index_pool(raw: Tensor, gamma: Tensor, *, kv: KVLayer, rows: Rows, eps: float, n_rot: int, theta: float) -> None:
+    """Stores the pooled keys of the indexer blocks that the rows complete, and the raw keys in the ring.
+
+    raw f32 [n, index_dim]; gamma f32 [index_dim]. Pooled: the mean of a block's raw keys, normed, then roped at the
+    block's first position.
+    """
+    pooled, ring, ratio = kv.indexer
+    per_block = pooled.shape[1]
+    for s in rows.spans:
+        own, new = ring[s.place], raw[s.rows]
+        n_ring, first = own.shape[0], s.position // ratio
+        kept = [own[p % n_ring] for p in range(first * ratio, s.position)]
+        both = torch.cat((torch.stack(kept), new)) if kept else new
+        n_complete = both.shape[0] // ratio
+        if n_complete:
+            blocks = both[: n_complete * ratio].view(n_complete, ratio, -1)
+            total = blocks[:, 0]
+            for i in range(1, ratio):
+                total = total + blocks[:, i]
+            starts = torch.arange(first, first + n_complete, device=raw.device) * ratio
+            keys = rope(rms_norm(total / ratio, gamma, eps)[:, None], starts, n_rot=n_rot, theta=theta)[:, 0]
+            for i in range(n_complete):
+                block, place = divmod(first + i, per_block)
+                pooled[s.blocks[block], place] = keys[i]
+        for i in range(max(0, s.n - n_ring), s.n):
+            own[(s.position + i) % n_ring] = new[i]
+
+
+def index_select(q: Tensor, kv: KVLayer, *, rows: Rows, n_select: int) -> Tensor:
+    """`best_blocks` of every row by `block_scores` over its sequence's pooled keys; q f32 [n, heads, index_dim].
+
+    Returns int32 [n, n_select].
+    """
+    pooled, _, ratio = kv.indexer
+    out = torch.full((q.shape[0], n_select), -1, dtype=torch.int32, device=q.device)
+    for s in rows.spans:
+        n_blocks = (s.position + s.n) // ratio
+        if not n_blocks:
+            continue
+
+        def pooled_tile(j: int, blocks: Sequence[int] = s.blocks) -> Tensor:
+            return pooled[blocks[j]].float()
+
+        scores = block_scores(q[s.rows], n_blocks=n_blocks, pooled_tile=pooled_tile, blocks_per_tile=pooled.shape[1])
+        out[s.rows] = best_blocks(scores, rows.positions[s.rows], ratio=ratio, n_select=n_select)
+    return out

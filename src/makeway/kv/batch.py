@@ -9,7 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from makeway.kernels import KVLayer, Rows, Span
+from makeway.kv.cache import KVCache
 from makeway.kv.sequence import SequenceState
+from makeway.kv.state import StatePool
 
 
 @dataclass(frozen=True)
@@ -28,29 +31,66 @@ class Segment:
 
 @dataclass(frozen=True)
 class Batch:
-    """tokens int64 [n], positions int64 [n], both on the device; host_tokens the same as integers."""
+    """tokens int64 [n] on the device, host_tokens the same as integers; `rows` tells kernels whose rows they are.
+
+    All sequences live in one `cache` and one pool of `states`.
+    """
 
     tokens: Tensor
-    positions: Tensor
     host_tokens: tuple[int, ...]
     segments: tuple[Segment, ...]
+    rows: Rows
+    cache: KVCache
+    states: StatePool
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [n] on the device."""
+        return self.rows.positions
 
     @classmethod
-    def of(cls, parts: list[tuple[SequenceState, list[int]]], *, device: torch.device, offset: int = 0) -> "Batch":
+    def of(
+        cls,
+        parts: list[tuple[SequenceState, list[int]]],
+        *,
+        device: torch.device,
+        offset: int = 0,
+        keep_rows: bool = False,
+    ) -> "Batch":
         """A batch of tokens of several sequences, `offset` tokens after each one's length (a later chunk of a sweep);
-        KV room must be reserved already."""
+        KV room must be reserved already. `keep_rows`: a verify step, see `SequenceState`."""
         segments: list[Segment] = []
+        spans: list[Span] = []
         tokens: list[int] = []
         positions: list[int] = []
         for sequence, new in parts:
             assert new
-            start = sequence.length + offset
-            segments.append(Segment(sequence, len(tokens), len(new), start))
-            positions += range(start, start + len(new))
+            assert not sequence.n_held, "rows of a verify step wait for accept()"
+            first, n, start = len(tokens), len(new), sequence.length + offset
+            segments.append(Segment(sequence, first, n, start))
+            # What a later chunk loads is behind the first one already.
+            n_replay = sequence.n_replay if offset == 0 else 0
+            spans.append(Span(first, n, start, sequence.table.blocks, sequence.place, n_replay))
+            positions += range(start, start + n)
             tokens += new
-        return cls(
-            torch.tensor(tokens, device=device),
+        one = parts[0][0]
+        assert all(s.cache is one.cache and s.states is one.states for s, _ in parts)
+        rows = Rows(
             torch.tensor(positions, device=device),
-            tuple(tokens),
-            tuple(segments),
+            tuple(spans),
+            max_keys=max(s.position + s.n for s in spans),
+            keep=keep_rows,
         )
+        return cls(torch.tensor(tokens, device=device), tuple(tokens), tuple(segments), rows, one.cache, one.states)
+
+    def kv(self, layer: int) -> KVLayer:
+        """What an attention layer reads and writes."""
+        return self.cache.layer(layer, self.states.ring(layer))
+
+    def complete(self) -> None:
+        """All trunk layers ran: the sequences advance, or hold the rows of a verify step."""
+        for s in self.segments:
+            if self.rows.keep:
+                s.sequence.hold(s.n)
+            else:
+                s.sequence.advance(s.n)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from makeway.kv.blocks import BLOCK_TOKENS, MAX_STEP_ROWS, BlockPool, BlockTable
+from makeway.kernels import KVLayer
+from makeway.kv.blocks import BLOCK_TOKENS, MAX_STEP_ROWS, BlockPool
 from makeway.kv.room import Room
 
 KV_TYPES: dict[str, torch.dtype] = {"f16": torch.float16, "f32": torch.float32}
@@ -44,10 +45,11 @@ class KVShape:
 
 @dataclass(frozen=True)
 class KVRoom:
-    """Memory for the pools of `layers`, in this order: u8 views of the plan's "KV cache" and "indexer keys"."""
+    """Memory for the pools of `layers`, in this order: u8 views of the plan's "KV cache" and "indexer keys", None where
+    the layers need no bytes of that kind."""
 
     layers: Sequence[int]
-    keys_values: Tensor
+    keys_values: Tensor | None
     indexer: Tensor | None = None
 
 
@@ -92,6 +94,7 @@ class KVCache:
     def _carve(self, room: KVRoom, device: torch.device) -> None:
         n, dtype = self.pool.n_blocks, self.item_type
         n_bytes, n_index_bytes = self._bytes_of(room.layers)
+        assert room.keys_values is not None or not n_bytes, "no room for keys and values"
         assert room.indexer is not None or not n_index_bytes, "no room for indexer keys"
         main = Room(n_bytes, device=device, room=room.keys_values)
         index = Room(n_index_bytes, device=device, room=room.indexer)
@@ -115,36 +118,6 @@ class KVCache:
         self._pooled.clear()
         self.nbytes = 0
 
-    def write(self, layer: int, table: BlockTable, position: int, *, keys: Tensor, values: Tensor) -> None:
-        """Stores keys [n, kv_heads, key_dim] and values of positions position..position+n-1."""
-        for block, place, rows in _pieces(table, position, keys.shape[0]):
-            self._keys[layer][block, place] = keys[rows]
-            self._values[layer][block, place] = values[rows]
-
-    def key_tile(self, layer: int, table: BlockTable, j: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [BLOCK_TOKENS, kv_heads, dim] of positions j*BLOCK_TOKENS onwards."""
-        block = table.blocks[j]
-        return self._keys[layer][block].float(), self._values[layer][block].float()
-
-    def write_pooled(self, layer: int, table: BlockTable, first: int, *, pooled: Tensor) -> None:
-        """Stores pooled indexer keys [m, index_dim] of the indexer blocks first..first+m-1."""
-        per_block = BLOCK_TOKENS // self.shapes[layer].ratio
-        for i in range(pooled.shape[0]):
-            block, place = divmod(first + i, per_block)
-            self._pooled[layer][table.blocks[block], place] = pooled[i]
-
-    def pooled_tile(self, layer: int, table: BlockTable, j: int) -> Tensor:
-        """Pooled keys [BLOCK_TOKENS / ratio, index_dim] of the j-th KV block."""
-        return self._pooled[layer][table.blocks[j]].float()
-
-
-def _pieces(table: BlockTable, position: int, n: int) -> list[tuple[int, slice, slice]]:
-    """(block, places in it, rows of the input) for n tokens from `position` on."""
-    pieces = []
-    done = 0
-    while done < n:
-        index, place = divmod(position + done, BLOCK_TOKENS)
-        count = min(BLOCK_TOKENS - place, n - done)
-        pieces.append((table.blocks[index], slice(place, place + count), slice(done, done + count)))
-        done += count
-    return pieces
+    def layer(self, layer: int, ring: Tensor | None = None) -> KVLayer:
+        """One layer's pools for the kernels; `ring`: its raw indexer keys, which the state pool holds."""
+        return KVLayer(self._keys[layer], self._values[layer], self._pooled.get(layer), ring)

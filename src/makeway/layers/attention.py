@@ -6,12 +6,11 @@ Hazard: with an indexer the pooled keys must be written before the blocks are sc
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from makeway.kernels import Ops, Weight
 from makeway.kv import Batch
-from makeway.layers.sparse_attention import IndexerWeights, allowed_keys
+from makeway.layers.sparse_attention import IndexerWeights, selected_blocks
 
 
 @dataclass(frozen=True)
@@ -48,22 +47,12 @@ def attention(ops: Ops, shape: AttentionShape, w: AttentionWeights, *, layer: in
     q = ops.rope(ops.rms_norm(q[..., :d], w.q_norm, shape.eps), batch.positions, n_rot=shape.n_rot, theta=shape.theta)
     k = ops.rope(ops.rms_norm(k, w.k_norm, shape.eps), batch.positions, n_rot=shape.n_rot, theta=shape.theta)
     q = q * d**-0.5
-    out = torch.empty_like(q)
-    for s in batch.segments:
-        cache, table = s.sequence.cache, s.sequence.table
-        cache.write(layer, table, s.position, keys=k[s.rows], values=v[s.rows])
-        allowed = None
-        if w.indexer is not None:
-            allowed = allowed_keys(
-                ops, w.indexer, layer=layer, x=x[s.rows], segment=s, positions=batch.positions[s.rows]
-            )
-        out[s.rows] = ops.attention(
-            q[s.rows],
-            batch.positions[s.rows],
-            n_keys=s.position + s.n,
-            key_tile=lambda j, cache=cache, table=table: cache.key_tile(layer, table, j),
-            allowed=allowed,
-        )
+    kv = batch.kv(layer)
+    ops.write_kv(k, v, kv=kv, rows=batch.rows)
+    selected = None
+    if w.indexer is not None:
+        selected = selected_blocks(ops, w.indexer, kv=kv, x=x, batch=batch)
+    out = ops.attend(q, kv, rows=batch.rows, selected=selected)
     if gate is not None:
         out = out * ops.sigmoid(gate)
     return ops.linear(out.reshape(n, -1), w.output)

@@ -1,6 +1,6 @@
 """Gated DeltaNet: linear attention with a recurrent state instead of keys and values.
 
-Owns no state: the delta state and the convolution's tail live in each sequence. Never reads ahead.
+Owns no state: the delta state and the convolution's tail live in the state pool. Never reads ahead.
 Hazard: converters order V heads in two ways; `tiled` says whether V head j uses K head j mod n_k or j div group.
 """
 
@@ -50,14 +50,9 @@ def delta_net(ops: Ops, shape: DeltaNetShape, w: DeltaNetWeights, *, layer: int,
     alpha, raw_beta = _alpha_beta(ops, shape, w, x)
     decay = torch.exp(w.a * ops.softplus(alpha + w.dt_bias))
     beta = ops.sigmoid(raw_beta)
-    out = x.new_empty((n, shape.n_v_heads, shape.v_dim))
-    for s in batch.segments:
-        tail, state = s.sequence.state.tensors["conv", layer], s.sequence.state.tensors["delta", layer]
-        window = torch.cat((tail, qkv[s.rows]))
-        tail.copy_(window[s.n :])
-        q, k, v = _split(ops, shape, ops.silu(ops.causal_conv(window, w.conv)))
-        out[s.rows], new = ops.delta_rule(state, q, k, v=v, decay=decay[s.rows], beta=beta[s.rows])
-        state.copy_(new)
+    mixed = ops.silu(ops.conv_step(qkv, w.conv, state=batch.states.conv("conv", layer), rows=batch.rows))
+    q, k, v = _split(ops, shape, mixed)
+    out = ops.delta_step(q, k, v=v, decay=decay, beta=beta, state=batch.states.delta(layer), rows=batch.rows)
     normed = ops.rms_norm(out, w.norm, shape.eps)
     gated = normed * (ops.sigmoid(gate) if shape.sigmoid_gate else ops.silu(gate))
     return ops.linear(gated.view(n, -1), w.out)
@@ -73,12 +68,8 @@ def _alpha_beta(ops: Ops, shape: DeltaNetShape, w: DeltaNetWeights, x: Tensor) -
 
 
 def _split(ops: Ops, shape: DeltaNetShape, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Convolved [n, channels] -> q, k [n, n_v_heads, k_dim] (normed, q scaled) and v [n, n_v_heads, v_dim]."""
-    n, group = mixed.shape[0], shape.n_v_heads // shape.n_k_heads
-    width = shape.n_k_heads * shape.k_dim
+    """Convolved [n, channels] -> q, k [n, n_k_heads, k_dim] (normed, q scaled) and v [n, n_v_heads, v_dim]."""
+    n, width = mixed.shape[0], shape.n_k_heads * shape.k_dim
     q = ops.l2_norm(mixed[:, :width].reshape(n, shape.n_k_heads, shape.k_dim)) * shape.k_dim**-0.5
     k = ops.l2_norm(mixed[:, width : 2 * width].reshape(n, shape.n_k_heads, shape.k_dim))
-    v = mixed[:, 2 * width :].reshape(n, shape.n_v_heads, shape.v_dim)
-    if shape.tiled:
-        return q.repeat(1, group, 1), k.repeat(1, group, 1), v
-    return q.repeat_interleave(group, dim=1), k.repeat_interleave(group, dim=1), v
+    return q, k, mixed[:, 2 * width :].reshape(n, shape.n_v_heads, shape.v_dim)

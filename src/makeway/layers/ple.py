@@ -1,6 +1,6 @@
 """PLE: hashed n-gram embeddings, gated into every residual stream of one layer.
 
-Owns no state: the n-gram window and the convolution's tail live in each sequence. Never loads the table: rows are
+Owns no state: the n-gram window and the convolution's tail live with each sequence. Never loads the table: rows are
 read singly from the mapped file. Hazard: the hash is exact 64-bit integer arithmetic.
 """
 
@@ -68,22 +68,29 @@ class PleWeights:
 def ple(ops: Ops, w: PleWeights, hashes: PleHash, *, layer: int, h: Tensor, batch: Batch, eps: float) -> Tensor:
     """What is added to the residual h f32 [n, streams, hidden]; moves each sequence's window and tail on."""
     n, n_streams, hidden = h.shape
-    out = torch.empty_like(h)
+    embedded = gather(w.table, hashes, layer=layer, batch=batch).to(h.device)
+    key = stream_norm(ops, ops.linear(embedded, w.key).view(n, n_streams, hidden), w.norm_key, eps)
+    query = stream_norm(ops, h, w.norm_query, eps)
+    dot = (key * query).sum(-1) * hidden**-0.5
+    gate = ops.sigmoid(torch.sign(dot) * torch.sqrt(dot.abs().clamp(min=1e-6)))
+    gated = gate[:, :, None] * ops.linear(embedded, w.value)[:, None, :]
+    normed = stream_norm(ops, gated, w.norm_conv, eps).reshape(n, -1)
+    state = batch.states.conv("ple_conv", layer)
+    convolved = ops.silu(ops.conv_step(normed, w.conv, state=state, rows=batch.rows, dilation=hashes.ngram))
+    return gated + convolved.view_as(gated)
+
+
+def gather(table: Weight, hashes: PleHash, *, layer: int, batch: Batch) -> Tensor:
+    """The table's rows of the batch's tokens, f32 [n, heads * row] on the table's device; moves the windows on, or
+    keeps what they would become after each row of a verify step."""
+    rows = []
     for s in batch.segments:
-        state = s.sequence.state
-        tokens = batch.host_tokens[s.rows]
-        rows = torch.from_numpy(hashes.rows(tokens, state.windows[layer]))
-        state.windows[layer] = hashes.next_window(tokens, state.windows[layer])
-        embedded = w.table.rows(rows.reshape(-1)).view(s.n, -1).to(h.device)
-        key = stream_norm(ops, ops.linear(embedded, w.key).view(s.n, n_streams, hidden), w.norm_key, eps)
-        query = stream_norm(ops, h[s.rows], w.norm_query, eps)
-        dot = (key * query).sum(-1) * hidden**-0.5
-        gate = ops.sigmoid(torch.sign(dot) * torch.sqrt(dot.abs().clamp(min=1e-6)))
-        gated = gate[:, :, None] * ops.linear(embedded, w.value)[:, None, :]
-        normed = stream_norm(ops, gated, w.norm_conv, eps).reshape(s.n, -1)
-        tail = state.tensors["ple_conv", layer]
-        window = torch.cat((tail, normed))
-        tail.copy_(window[s.n :])
-        convolved = ops.silu(ops.causal_conv(window, w.conv, dilation=hashes.ngram))
-        out[s.rows] = gated + convolved.view_as(gated)
-    return out
+        state, tokens = s.sequence.state, batch.host_tokens[s.rows]
+        window = state.windows[layer]
+        rows.append(hashes.rows(tokens, window))
+        if batch.rows.keep:
+            state.kept_windows[layer] = tuple(hashes.next_window(tokens[:n], window) for n in range(s.n + 1))
+        else:
+            state.windows[layer] = hashes.next_window(tokens, window)
+    flat = torch.from_numpy(np.concatenate(rows).reshape(-1))
+    return table.rows(flat).view(len(batch.host_tokens), -1)

@@ -93,12 +93,12 @@ def run_layer(model: Model, experts: Experts, layer: int, *, h: Tensor, batch: B
 
 
 def run_trunk(model: Model, experts: Experts, batch: Batch) -> Tensor:
-    """All trunk layers over the batch's rows; the sequences advance. Returns the residual after the last layer."""
+    """All trunk layers over the batch's rows; the sequences advance, or hold the rows of a verify step. Returns the
+    residual after the last layer."""
     h = model.embed(batch)
     for layer in range(model.facts.n_layers):
         h = run_layer(model, experts, layer, h=h, batch=batch)
-    for s in batch.segments:
-        s.sequence.advance(s.n)
+    batch.complete()
     return h
 
 

@@ -123,7 +123,9 @@ def delta_net_weights(r: WeightReader, head: Header, i: int, *, shape: DeltaNetS
 def state_shape(head: Header, shape: DeltaNetShape) -> StateShape:
     channels = 2 * shape.n_k_heads * shape.k_dim + shape.n_v_heads * shape.v_dim
     taps = head.file.get_int(f"{head.arch}.ssm.conv_kernel")
-    return StateShape(shape.n_v_heads, shape.k_dim, shape.v_dim, channels, taps)
+    return StateShape(
+        shape.n_v_heads, shape.k_dim, shape.v_dim, channels, taps, n_k_heads=shape.n_k_heads, tiled=shape.tiled
+    )
 
 
 def moe_weights(r: WeightReader, head: Header, i: int) -> MoEWeights:
