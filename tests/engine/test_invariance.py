@@ -1,0 +1,98 @@
+"""Nothing but speed may change the tokens: slots, policy, lending, chunk, sweep, company, preemption, trace."""
+
+import itertools
+
+import pytest
+
+from tests.devices import LazyDevice
+from tests.engine import rig
+
+FACTORS = {
+    "file": rig.FILES[::-1],  # the quickest first: the covering set holds it most often
+    "slots": (0, 1, 3, 99),
+    "policy": ("lru", "lfu-decay", "lfru", "static", "random"),
+    "handover": ("never", "auto", "always"),
+    "chunk": (1, 7, None),
+    "sweep_tokens": (None, 20, 7),
+}
+N_ANSWER = 6
+LONG = (61, 62, 61, 9)  # each of three answers grows into a second block of 64 tokens; together there are five
+BRIEF = (20, 18, 5, 9)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _tight():
+    with rig.tight():
+        yield
+
+
+def covering():
+    """Cases that hold every pair of values of any two factors, chosen greedily."""
+    names = list(FACTORS)
+    open_pairs = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in FACTORS[a] for y in FACTORS[b]}
+    cases = []
+    while open_pairs:
+        best = max(
+            (dict(zip(names, values, strict=True)) for values in itertools.product(*FACTORS.values())),
+            key=lambda case: sum(pair in open_pairs for pair in itertools.combinations(case.items(), 2)),
+        )
+        cases.append(best)
+        open_pairs -= set(itertools.combinations(best.items(), 2))
+    return cases
+
+
+def story(file, lengths):
+    """Prompts and sampling; the first two come together, the others while these answer."""
+    return [
+        (rig.prompt(file, n), rig.sampled(N_ANSWER, i) if i % 2 else rig.greedy(N_ANSWER))
+        for i, n in enumerate(lengths)
+    ]
+
+
+def check(case, folder, *, lengths=LONG, with_trace=False):
+    """Three answers at once and a fourth later in one engine: each as computed alone. Answers to LONG prompts need
+    more KV blocks than there are."""
+    config = dict(case)
+    file = config.pop("file")
+    if config["policy"] == "static":
+        config["profile"] = rig.write_profile(file, folder / "profile")
+    if with_trace:
+        config["trace"] = folder / "trace"
+    with rig.open_engine(file, device=LazyDevice(), audit=True, **config) as engine:
+        parts = story(file, lengths)
+        ids = [engine.add(tokens, sampling) for tokens, sampling in parts[:2]]
+        events = rig.run(engine, until=lambda events: len(rig.said(events, ids[0])) == 2)
+        ids += [engine.add(tokens, sampling) for tokens, sampling in parts[2:]]
+        rig.run(engine, events)
+        assert [e.text for e in events if e.kind == "error"] == []
+        for i, (tokens, sampling) in zip(ids, parts, strict=True):
+            assert rig.said(events, i) == rig.alone(file, tokens, sampling)
+        rig.check_idle(engine)
+        status = engine.status()
+        assert (status["n_preempted"] >= 1) == (lengths is LONG)
+        last = status["handovers"]["last"]
+        return last["n_lent"], engine.plan.decode.n_ranks
+
+
+def test_every_pair_of_settings(tmp_path):
+    lent = []
+    for i, case in enumerate(covering()):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        lengths = BRIEF if case["chunk"] == 1 else LONG
+        lent.append(check(case, folder, lengths=lengths, with_trace=i % 2 == 0))
+    assert any(n == 0 for n, n_ranks in lent if n_ranks)
+    assert any(0 < n < n_ranks for n, n_ranks in lent)
+    assert any(n == n_ranks > 0 for n, n_ranks in lent)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", rig.FILES)
+@pytest.mark.parametrize("slots", FACTORS["slots"])
+def test_every_combination(file, slots, tmp_path):
+    rest = [FACTORS[name] for name in ("policy", "handover", "chunk", "sweep_tokens")]
+    for i, (policy, handover, chunk, sweep_tokens) in enumerate(itertools.product(*rest)):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        case = {"policy": policy, "handover": handover, "chunk": chunk, "sweep_tokens": sweep_tokens}
+        check({"file": file, "slots": slots} | case, folder, with_trace=i % 7 == 0)
