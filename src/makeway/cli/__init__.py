@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import typer
 
+from makeway.cli.bench import link_command
+from makeway.cli.demo import demo_command
 from makeway.cli.inspect import inspect_command
 from makeway.cli.plan import plan_command
 from makeway.cli.run import run_command
@@ -47,9 +49,14 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+app.command("demo")(guarded(demo_command))
 app.command("run")(guarded(run_command))
 app.command("plan")(guarded(plan_command))
 app.command("inspect")(guarded(inspect_command))
+
+bench_app = typer.Typer(name="bench", help="Measure this machine and this engine.", no_args_is_help=True)
+bench_app.command("link")(guarded(link_command))
+app.add_typer(bench_app)
 
 
 @app.callback()
