@@ -22,7 +22,7 @@ Reasoning = Literal["none", "open", "optional"]
 
 # Space between JSON's parts, if any: a blank, or a new line and its indentation. Unbounded, weak models get lost in it.
 JSON_SPACE = r"( |\n{1,2}[ \t]{0,40})"
-_JSON_OPTIONS: Any = {"whitespace_pattern": JSON_SPACE, "lenient": False}
+JSON_OPTIONS: Any = {"whitespace_pattern": JSON_SPACE, "lenient": False}
 _THOUGHT = {
     "open": "start: thought gap @answer\n",
     "optional": "start: (opening thought gap)? @answer\nopening: /\\s{0,8}<think>/\n",
@@ -91,6 +91,11 @@ class Grammar:
             matcher = self._matcher(vocabulary, json.dumps({"grammars": [frame, answer]}))
         return CompiledGrammar(self, vocabulary, matcher=matcher)
 
+    def check(self) -> None:
+        """Whether the grammar compiles, without a vocabulary. Raises UserError as `compile` does."""
+        if report := LLMatcher.validate_grammar(self._definition()):
+            raise self._fault(report)
+
     @property
     def _name(self) -> str:
         names = {"json_schema": "JSON schema", "regex": "regular expression", "gbnf": "GBNF grammar"}
@@ -101,7 +106,7 @@ class Grammar:
         if not matcher.is_error():
             matcher.compute_bitmask()  # some faults show only here
         if matcher.is_error():
-            raise self._fault(matcher.get_error(), vocabulary)
+            raise self._fault(matcher.get_error())
         return matcher
 
     def _definition(self) -> str:
@@ -109,9 +114,9 @@ class Grammar:
         check_bytes(self.source, name=self._name)
         match self.kind:
             case "json_object":
-                return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=_JSON_OPTIONS)
+                return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=JSON_OPTIONS)
             case "json_schema":
-                return LLMatcher.grammar_from_json_schema(self._schema(), overrides=_JSON_OPTIONS)
+                return LLMatcher.grammar_from_json_schema(self._schema(), overrides=JSON_OPTIONS)
             case "regex":
                 return LLMatcher.grammar_from_regex(self.source)
             case "gbnf":
@@ -141,13 +146,13 @@ class Grammar:
         except Exception as error:  # it raises bare ones
             raise UserError(f"the GBNF grammar is wrong or not supported: {error}") from error
 
-    def _fault(self, report: str, vocabulary: GrammarVocabulary) -> UserError:
+    def _fault(self, report: str) -> UserError:
         where = ""
         if self.kind == "json_schema":
 
             def fails(schema: Any) -> bool:
-                text = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS)
-                return LLMatcher.validate_grammar(text, vocabulary.tree) == report
+                text = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON_OPTIONS)
+                return LLMatcher.validate_grammar(text) == report
 
             where = f" at {schema_path(json.loads(self.source), fails)}"
         return UserError(f"the {self._name} is wrong or not supported{where}: {reason_of(report, kind=self.kind)}")
