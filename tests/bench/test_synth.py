@@ -88,8 +88,8 @@ def test_activations_stay_sane_through_48_layers(tmp_path, name):
     assert 0.5 < logits.std() < 10
 
 
-def decode_hit_rate(tmp_path, knobs, *, n_slots, n=300):
-    path, shape = model_file(tmp_path, "tiny-flash-next", knobs, ple_rows=0, n_draft=0)
+def decode_hit_rate(tmp_path, knobs, *, n_slots, n=200):
+    path, shape = model_file(tmp_path, "tiny-flash-next", knobs, n_layers=2, ple_rows=0, n_draft=0)
     runner = Runner(path)
     runner.logits(token_stream(n, n_vocab=shape.n_vocab, knobs=knobs, topic_tokens=60).tolist())
     ids = np.stack([runner.routed(layer) for layer in range(shape.n_layers)], axis=1)

@@ -4,6 +4,7 @@ Owns the flags of a plan. Never loads tensors or needs a GPU. Hazard: the table 
 """
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -15,7 +16,7 @@ from makeway.errors import UserError
 from makeway.gguf import open_gguf
 from makeway.kernels import REFERENCE
 from makeway.memory.plan import plan_memory, render_plan
-from makeway.memory.rates import RATES
+from makeway.memory.rates import RATES, read_rates
 from makeway.memory.sizes import PlanRequest
 from makeway.models import load_model
 from makeway.models.plan_facts import plan_facts
@@ -40,6 +41,9 @@ def plan_command(
     handover: Annotated[str, typer.Option("--handover", help="auto, never or always (lends everything).")] = "auto",
     uploads: Annotated[int, typer.Option("--uploads-per-layer", help="Kept misses a layer and step.")] = 2,
     machine: Annotated[str, typer.Option("--machine", help=f"Rates to predict with: {', '.join(RATES)}.")] = "rtx3090",
+    rates: Annotated[
+        Path | None, typer.Option("--rates", help="Measured rates instead: a result of `makeway bench link`.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
     """Show what fits where, per phase, and predict times; refuse what does not fit."""
@@ -65,7 +69,7 @@ def plan_command(
         handover=handover,  # type: ignore[arg-type]
         uploads_per_layer=uploads,
     )
-    plan = plan_memory(planned, request, rates=RATES[machine])
+    plan = plan_memory(planned, request, rates=RATES[machine] if rates is None else read_rates(rates))
     bad = next((n for n in lengths if not 1 <= n <= request.context), None)
     if bad is not None:
         raise UserError(f"--prompt {bad}: use 1 to {request.context}, the planned context")

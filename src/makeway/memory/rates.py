@@ -4,7 +4,9 @@ Owns `Rates` and documented defaults per class of machine; never measures (the d
 measured rates). Hazard: rates move only time, never bits: no result may depend on them.
 """
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
 
 from makeway.errors import UserError
 
@@ -52,3 +54,29 @@ RATES: dict[str, Rates] = {
 
 DEFAULT_RATES = RATES["rtx3090"]
 """Used when nothing is known: the slowest card the project is written for, so predictions err to slow."""
+
+
+def read_rates(path: Path) -> Rates:
+    """Measured rates: a result of `makeway bench link`, or its `rates` alone. Overheads may be left out.
+
+    Raises UserError when the file cannot be read, is something else, or was measured where rates are not known.
+    """
+    again = "measure with `makeway bench link` on the machine with the GPU"
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as fault:
+        raise UserError(f"{path}: cannot be read: {fault.strerror}") from fault
+    except ValueError as fault:
+        raise UserError(f"{path}: not a JSON document ({fault}); {again}") from fault
+    found = document.get("rates", document) if isinstance(document, dict) else None
+    if found is None:
+        raise UserError(f"{path}: holds no rates (measured without a GPU?); {again}")
+    known = {f.name for f in fields(Rates)}
+    needed = {name for name in known if name.endswith("per_s")}
+    if not isinstance(found, dict) or not needed <= found.keys() <= known:
+        raise UserError(f"{path}: rates must be {', '.join(sorted(needed))}; {again}")
+    for name, value in found.items():
+        whole = name in needed
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+            raise UserError(f"{path}: {name} is {value!r}, not a {'whole number' if whole else 'number'}; {again}")
+    return Rates(**found)
