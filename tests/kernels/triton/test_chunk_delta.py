@@ -1,0 +1,90 @@
+"""The chunked gated delta rule against its token recurrence."""
+
+import pytest
+import torch
+
+from makeway.kernels.reference import delta_rule, l2_norm
+from makeway.kernels.triton.chunk_delta import CHUNK, DeltaScratch, delta_rule_chunks
+
+HEADS, K_HEADS, D_K, D_V = 4, 2, 16, 16
+
+
+def inputs(n, *, repeated=False):
+    """q, k, v in bf16, decay, beta; `repeated`: one key all the time, never forgotten, always overwritten."""
+    generator = torch.Generator().manual_seed(n)
+    q, k = (torch.randn((n, K_HEADS, D_K), generator=generator) for _ in range(2))
+    decay = torch.exp(-0.2 * torch.rand((n, HEADS), generator=generator))
+    beta = torch.rand((n, HEADS), generator=generator)
+    if repeated:
+        k[:] = k[0]
+        decay[:] = 1.0
+        beta[:] = 1.0
+    v = torch.randn((n, HEADS, D_V), generator=generator)
+    state = torch.randn((HEADS, D_K, D_V), generator=generator)
+    q, k = l2_norm(q) * D_K**-0.5, l2_norm(k)
+    return state, q.bfloat16(), k.bfloat16(), v.bfloat16(), decay, beta
+
+
+def expand(x, tiled):
+    group = HEADS // K_HEADS
+    return x.float().repeat(1, group, 1) if tiled else x.float().repeat_interleave(group, dim=1)
+
+
+def run(state, q, k, v, decay, beta, *, tiled=False, capacity=CHUNK):
+    n_bytes = DeltaScratch.nbytes(capacity, HEADS, d_k=D_K, d_v=D_V)
+    scratch = DeltaScratch.of(torch.full((n_bytes,), 255, dtype=torch.uint8), HEADS, d_k=D_K, d_v=D_V)
+    assert scratch.change.shape[0] == capacity
+    out, state = torch.full((q.shape[0], HEADS, D_V), torch.nan), state.clone()
+    delta_rule_chunks(state, q, k, v=v, decay=decay, beta=beta, out=out, scratch=scratch, tiled=tiled)
+    return out, state
+
+
+def distance(x, y):
+    return float((x - y).norm() / y.norm())
+
+
+@pytest.mark.parametrize(("n", "tiled"), [(150, True), (64, False), (1, False)])
+def test_agrees_with_the_token_recurrence(n, tiled):
+    state, q, k, v, decay, beta = inputs(n)
+    out, new = run(state, q, k, v, decay, beta, tiled=tiled)
+    expected, expected_state = delta_rule(
+        state, expand(q, tiled), expand(k, tiled), v=v.float(), decay=decay, beta=beta
+    )
+    assert distance(out, expected) < 0.02
+    assert distance(new, expected_state) < 0.02
+
+
+def test_repeated_keys_and_a_complete_loss_of_memory():
+    state, q, k, v, decay, beta = inputs(80, repeated=True)
+    decay[30] = 0.0
+    out, new = run(state, q, k, v, decay, beta)
+    expected, expected_state = delta_rule(
+        state, expand(q, False), expand(k, False), v=v.float(), decay=decay, beta=beta
+    )
+    assert distance(out, expected) < 0.02
+    assert distance(new, expected_state) < 0.02
+
+
+def test_cuts_at_whole_chunks_and_scratch_do_not_change_bits():
+    state, q, k, v, decay, beta = inputs(150)
+    out, new = run(state, q, k, v, decay, beta, capacity=3 * CHUNK)
+    small, small_state = run(state, q, k, v, decay, beta, capacity=CHUNK)
+    assert torch.equal(out, small)
+    assert torch.equal(new, small_state)
+    first, middle = run(state, q[:128], k[:128], v[:128], decay[:128], beta[:128])
+    second, last = run(middle, q[128:], k[128:], v[128:], decay[128:], beta[128:])
+    assert torch.equal(out, torch.cat((first, second)))
+    assert torch.equal(new, last)
+
+
+def test_rows_may_be_strided():
+    state, q, k, v, decay, beta = inputs(70)
+    n = q.shape[0]
+    mixed = torch.cat((q.view(n, -1), k.view(n, -1), v.view(n, -1)), dim=1)
+    width = K_HEADS * D_K
+    parts = mixed[:, :width], mixed[:, width : 2 * width], mixed[:, 2 * width :]
+    strided = [part.unflatten(1, (-1, d)) for part, d in zip(parts, (D_K, D_K, D_V), strict=True)]
+    out, new = run(state, *strided, decay, beta)
+    expected, expected_state = run(state, q, k, v, decay, beta)
+    assert torch.equal(out, expected)
+    assert torch.equal(new, expected_state)

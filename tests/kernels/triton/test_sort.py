@@ -1,0 +1,78 @@
+"""Pairs sorted by expert and summed by token, against torch's stable sort and a loop."""
+
+import pytest
+import torch
+
+from makeway.kernels.triton.sort import SortedPairs, combine, sort_pairs
+
+CPU = torch.device("cpu")
+
+
+def random_ids(n, top_k, n_experts, *, padded=0.2):
+    """ids int64 [n, top_k], distinct in a row; some rows are padding."""
+    generator = torch.Generator().manual_seed(n * 31 + n_experts)
+    ids = torch.stack([torch.randperm(n_experts, generator=generator)[:top_k] for _ in range(n)])
+    ids[torch.rand(n, generator=generator) < padded] = -1
+    return ids
+
+
+def sorted_pairs(ids, n_experts):
+    pairs = SortedPairs.empty(*ids.shape, n_experts=n_experts, device=CPU)
+    pairs.order.fill_(-7)
+    pairs.places.fill_(-7)
+    sort_pairs(ids, pairs)
+    return pairs
+
+
+def expected_order(ids):
+    flat = ids.reshape(-1)
+    order = torch.sort(flat, stable=True).indices
+    return order[flat[order] >= 0]
+
+
+@pytest.mark.parametrize(("n", "top_k", "n_experts"), [(300, 4, 5), (7, 2, 9), (1, 1, 1)])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_pairs_lie_by_expert_then_token(n, top_k, n_experts, dtype):
+    ids = random_ids(n, top_k, n_experts).to(dtype)
+    pairs = sorted_pairs(ids, n_experts)
+    order = expected_order(ids)
+    counts = torch.bincount(ids[ids >= 0], minlength=n_experts)
+    assert torch.equal(pairs.order[: len(order)].long(), order)
+    assert torch.equal(pairs.offsets.long(), torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))))
+    places = torch.full((n * top_k,), -1)
+    places[order] = torch.arange(len(order))
+    assert torch.equal(pairs.places.long().view(-1), places)
+
+
+def test_only_padding_leaves_every_expert_empty():
+    pairs = sorted_pairs(torch.full((5, 2), -1), 4)
+    assert pairs.offsets.tolist() == [0] * 5
+    assert (pairs.places == -1).all()
+
+
+def test_no_token_leaves_every_expert_empty():
+    pairs = sorted_pairs(torch.empty((0, 2), dtype=torch.int64), 4)
+    assert pairs.offsets.tolist() == [0] * 5
+
+
+@pytest.mark.parametrize(("capacity", "piece"), [(7, 2), (1000, 6)])
+def test_sum_has_the_same_bits_for_every_round_and_piece(capacity, piece):
+    n, top_k, n_experts, hidden = 24, 3, 6, 20
+    ids = random_ids(n, top_k, n_experts)
+    pairs = sorted_pairs(ids, n_experts)
+    order = expected_order(ids)
+    generator = torch.Generator().manual_seed(5)
+    outputs = torch.randn((len(order), hidden), generator=generator)
+    acc = torch.randn((n, hidden), generator=generator)
+    expected = acc.clone()
+    for place, pair in enumerate(order.tolist()):  # ascending expert id
+        expected[pair // top_k] += outputs[place]
+    for first in range(0, n_experts, piece):
+        last = min(first + piece, n_experts)
+        low, high = int(pairs.offsets[first]), int(pairs.offsets[last])
+        for skip in range(0, n * top_k, capacity):
+            out = torch.full((capacity, hidden), torch.nan)  # what no pair filled must not be read
+            filled = outputs[min(low + skip, high) : min(low + skip + capacity, high)]
+            out[: len(filled)] = filled
+            combine(acc, out, pairs=pairs, first=first, last=last, skip=skip)
+    assert torch.equal(acc, expected)
