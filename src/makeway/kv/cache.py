@@ -118,6 +118,28 @@ class KVCache:
         self._pooled.clear()
         self.nbytes = 0
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return self.nbytes // self.pool.n_blocks
+
+    def read_block(self, block: int) -> Tensor:
+        """A copy on the host of what a block holds in every layer, u8 [block_bytes]."""
+        parts = [pools[layer][block].contiguous().view(torch.uint8).flatten() for pools, layer in self._pools()]
+        return torch.cat(parts).cpu()
+
+    def write_block(self, block: int, content: Tensor) -> None:
+        """Puts back what `read_block` gave, into this or another block."""
+        on_device, at = content.to(next(iter(self._keys.values())).device), 0
+        for pools, layer in self._pools():
+            target = pools[layer][block]
+            n_bytes = target.numel() * target.element_size()
+            target.copy_(on_device[at : at + n_bytes].view(target.dtype).view(target.shape))
+            at += n_bytes
+
+    def _pools(self) -> list[tuple[dict[int, Tensor], int]]:
+        return [(pools, layer) for pools in (self._keys, self._values, self._pooled) for layer in pools]
+
     def layer(self, layer: int, ring: Tensor | None = None) -> KVLayer:
         """One layer's pools for the kernels; `ring`: its raw indexer keys, which the state pool holds."""
         return KVLayer(self._keys[layer], self._values[layer], self._pooled.get(layer), ring)
