@@ -10,7 +10,7 @@ import pytest
 import torch
 from bench.policy_replay import replay
 
-from makeway import UserError
+from makeway import Engine, EngineConfig, SamplingParams, UserError
 from makeway.bench.shapes import SHAPES
 from makeway.bench.synth import in_memory, synthesize, write_model
 from makeway.bench.topics import Knobs, token_stream
@@ -52,6 +52,20 @@ def test_the_file_and_the_memory_hold_the_same_bytes(tmp_path, name):
             load_model(file, REFERENCE, device=CPU).store.layers[1].of(3)[2].raw.flatten(),
         )
         store.close()
+
+
+def test_an_engine_runs_the_model_from_memory(tmp_path):
+    path, shape = model_file(tmp_path, "tiny-qwen3")
+    config = EngineConfig(device="cpu", context=64, slots=8)
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+    answers = []
+    with in_memory(synthesize(shape)) as memory:
+        for source in (path, memory):
+            with Engine(source, config) as engine:
+                events = engine.generate([5, 70, 133, 9], sampling)
+                answers.append([event.token for event in events if event.kind == "token"])
+    assert len(answers[0]) == 8
+    assert answers[0] == answers[1]
 
 
 def test_no_two_experts_of_a_full_layer_are_alike():

@@ -22,7 +22,7 @@ from makeway.engine.phases import Phase
 from makeway.engine.request import Event, Request
 from makeway.engine.status import status_document
 from makeway.errors import EngineFailed, UserError
-from makeway.gguf import open_gguf
+from makeway.gguf import GGUFFile, open_gguf
 from makeway.kernels import select
 from makeway.text import Tokenizer
 
@@ -32,19 +32,20 @@ class Engine:
 
     def __init__(
         self,
-        path: Path,
+        source: Path | GGUFFile,
         config: EngineConfig,
         *,
         device: Device | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """`device` overrides what the configuration says; `progress(bytes done, bytes in all)` while loading."""
+        """`source`: a path, or an open file, which the engine then closes. `device` overrides what the configuration
+        says; `progress(bytes done, bytes in all)` while loading."""
         self.config = config
         self._closed = False
         with ExitStack() as undo:
-            self._file = open_gguf(path)
+            self._file = source if isinstance(source, GGUFFile) else open_gguf(source)
             undo.callback(self._file.close)
-            self.tokenizer = Tokenizer.from_metadata(self._file.metadata, source=str(path))
+            self.tokenizer = Tokenizer.from_metadata(self._file.metadata, source=str(self._file.paths[0]))
             self.device = device or open_device(config.device, config.vram)
             ops = select(self.device.torch_device)
             self.memory = EngineMemory(self._file, ops, config, device=self.device, progress=progress)
