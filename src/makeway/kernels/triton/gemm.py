@@ -15,7 +15,7 @@ from torch import Tensor
 
 from makeway.gguf.types import GGMLType, row_bytes
 from makeway.kernels.triton.sort import SortedPairs
-from makeway.kernels.triton.unpack import PLANES, code_table, plane_values
+from makeway.kernels.triton.unpack import PLANES, code_table, plane_values, weight_order
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,12 @@ DECODE_ROWS = 32
 DECODE_STEPS = 256  # weights of a row in one program, at least
 
 
-def decode_matrices(room: Tensor, where: Tensor, matrix: QuantMatrix, *, out: Tensor, counted: Tensor) -> None:
+def decode_matrices(
+    room: Tensor, where: Tensor, matrix: QuantMatrix, *, out: Tensor, counted: Tensor, term: int = 0
+) -> None:
     """out bf16 [experts, >= n_rows * n_cols]: the matrix of each expert, rounded from `quants/`'s float32.
+
+    term 1 is the rounded rest that term 0 leaves, and so on: float32 is the sum of three.
 
     room u8: the arena; where int64 [experts]: an expert's first byte in it, a multiple of 16. counted int32
     [experts + 1]: offsets of the sort; an expert without pairs is neither read nor written.
@@ -106,6 +110,7 @@ def decode_matrices(room: Tensor, where: Tensor, matrix: QuantMatrix, *, out: Te
     per_program = min(n_steps, max(1, DECODE_STEPS // planes.step))
     arguments = planes.arguments()
     del arguments["GROUP"], arguments["PARTS"]
+    together = math.gcd(4, planes.step // planes.width)
     decode_kernel[(-(-matrix.n_rows // DECODE_ROWS), -(-n_steps // per_program), n_experts)](
         room,
         where,
@@ -120,6 +125,8 @@ def decode_matrices(room: Tensor, where: Tensor, matrix: QuantMatrix, *, out: Te
         out.stride(0),
         **arguments,
         ALIGNED=aligned,
+        TERM=term,
+        TOGETHER=together,
         STEPS=per_program,
         ROWS=DECODE_ROWS,
         num_warps=4,
@@ -208,6 +215,33 @@ def down(x: Tensor, weights: PlainMatrices, *, part: Round, pair_weights: Tensor
 
 
 @triton.jit
+def rounded(
+    plane,
+    TERM: tl.constexpr,
+    BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SHIFT: tl.constexpr,
+    PLANE_ORDER: tl.constexpr,
+):
+    """A plane's weights, in weight order, as bf16 [R, width]; TERM as in `decode_matrices`."""
+    rest = plane_values(plane, BIAS, HAS_SCALE, HAS_SHIFT, False).to(tl.float32)
+    for _ in tl.static_range(TERM):
+        rest -= rest.to(tl.bfloat16).to(tl.float32)
+    values = rest.to(tl.bfloat16)
+    if PLANE_ORDER:
+        values = weight_order(values)
+    return values
+
+
+@triton.jit
+def beside(a, b):
+    """a, b [n, width] -> [n, 2 width]."""
+    n: tl.constexpr = a.shape[0]
+    width: tl.constexpr = a.shape[1]
+    return tl.join(a, b).permute(0, 2, 1).reshape(n, 2 * width)
+
+
+@triton.jit
 def decode_kernel(
     room,
     where,
@@ -228,6 +262,8 @@ def decode_kernel(
     HAS_SHIFT: tl.constexpr,
     PLANE_ORDER: tl.constexpr,
     ALIGNED: tl.constexpr,
+    TERM: tl.constexpr,
+    TOGETHER: tl.constexpr,
     STEPS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -238,15 +274,21 @@ def decode_kernel(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     start = tl.multiple_of(tl.load(where + expert) + inside, ALIGNED)
     source = room + start + tl.minimum(rows, n_rows - 1) * row_bytes
-    columns = tl.arange(0, WIDTH)[None, :]
+    columns = tl.arange(0, WIDTH * TOGETHER)[None, :]
     target = out + expert.to(tl.int64) * out_stride + rows * n_cols + columns
     for i in range(STEPS):
         step = tl.program_id(1) * STEPS + i
         planes = UNPACK(source, tl.minimum(step, n_steps - 1), table)
         valid = (rows < n_rows) & (columns + step * STEP < n_cols)
-        for p in tl.static_range(STEP // WIDTH):
-            values = plane_values(planes[p], BIAS, HAS_SCALE, HAS_SHIFT, PLANE_ORDER)
-            tl.store(target + step * STEP + p * WIDTH, values.to(tl.bfloat16), mask=valid)
+        for p in tl.static_range(0, STEP // WIDTH, TOGETHER):
+            values = rounded(planes[p], TERM, BIAS, HAS_SCALE, HAS_SHIFT, PLANE_ORDER)
+            if TOGETHER > 1:
+                values = beside(values, rounded(planes[p + 1], TERM, BIAS, HAS_SCALE, HAS_SHIFT, PLANE_ORDER))
+            if TOGETHER > 2:
+                c = rounded(planes[p + 2], TERM, BIAS, HAS_SCALE, HAS_SHIFT, PLANE_ORDER)
+                d = rounded(planes[p + 3], TERM, BIAS, HAS_SCALE, HAS_SHIFT, PLANE_ORDER)
+                values = beside(values, beside(c, d))
+            tl.store(target + step * STEP + p * WIDTH, values, mask=valid)
 
 
 @triton.jit

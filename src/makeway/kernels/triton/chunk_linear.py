@@ -1,0 +1,140 @@
+"""Quantised linear for chunks of many rows: decoded to bf16 scratch, then multiplied on tensor cores.
+
+Owns how a matrix is cut into runs of rows that fit the scratch; never allocates. A row's bits do not depend on the rows
+beside it, on how many there are, or on the cut.
+Hazard: weights are rounded to bf16, except F16 and F32, which are multiplied as sums of bf16 terms and lose nothing.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from makeway.gguf.types import GGMLType
+from makeway.kernels.triton.gemm import QuantMatrix, decode_matrices, multiply, tiles_of
+from makeway.kernels.triton.unpack import PLANES
+from makeway.kernels.weight import Weight
+
+LEAST_ROWS = 128  # of a run: any matrix's run of so many starts at a multiple of 16 bytes
+SWATH = 8  # row tiles that go through the columns together, so that both sides stay in the L2 cache
+
+
+@dataclass(frozen=True)
+class LinearScratch:
+    """weights bf16 [values at a time]; origin int64 [1], 0, and one int32 [2], (0, 1): one matrix, to be decoded."""
+
+    weights: Tensor
+    origin: Tensor
+    one: Tensor
+
+    @staticmethod
+    def of(room: Tensor) -> "LinearScratch":
+        """Over all of `room`, u8 and aligned to 256 bytes; the two small tensors are written here."""
+        small = room[:16]
+        small.copy_(torch.tensor([0] * 12 + [1] + [0] * 3, dtype=torch.uint8))
+        return LinearScratch(room[256:].view(torch.bfloat16), small[:8].view(torch.int64), small[8:].view(torch.int32))
+
+
+def least_scratch(weight: Weight) -> int:
+    """The fewest bytes of scratch with which `chunk_linear` takes this matrix."""
+    return 256 + 2 * PLANES[weight.type].parts * LEAST_ROWS * weight.n_cols
+
+
+def can_multiply(weight: Weight) -> bool:
+    """Whether `chunk_linear` has this type and shape."""
+    return weight.type in PLANES and weight.n_cols % max(8, PLANES[weight.type].step) == 0
+
+
+def chunk_linear(x: Tensor, weight: Weight, *, out: Tensor, scratch: LinearScratch) -> None:
+    """out f32 or bf16 [n, n_rows] = x times the transposed weight; x bf16 [n, n_cols]; rows of both may be strided.
+
+    The weight is on the device, its first byte at a multiple of 16.
+    """
+    n, n_cols = x.shape
+    assert n_cols == weight.n_cols
+    assert out.shape == (n, weight.n_rows)
+    assert x.stride(1) == out.stride(1) == 1
+    assert can_multiply(weight)
+    assert weight.raw.is_contiguous()
+    assert weight.raw.data_ptr() % 16 == 0
+    if n == 0:
+        return
+    raw = weight.raw.view(-1)
+    if weight.type == GGMLType.BF16:
+        _multiply(x, raw.view(torch.bfloat16), out, n_terms=1, term_stride=0)
+        return
+    n_terms = PLANES[weight.type].parts
+    run = scratch.weights.numel() // (n_terms * n_cols) // LEAST_ROWS * LEAST_ROWS
+    assert run > 0
+    for first in range(0, weight.n_rows, run):
+        n_rows = min(run, weight.n_rows - first)
+        matrix = QuantMatrix(weight.type, n_rows, n_cols, inside=first * weight.raw.shape[1])
+        for term in range(n_terms):
+            part = scratch.weights[term * run * n_cols :].view(1, -1)
+            decode_matrices(raw, scratch.origin, matrix, out=part, counted=scratch.one, term=term)
+        _multiply(x, scratch.weights, out[:, first : first + n_rows], n_terms=n_terms, term_stride=run * n_cols)
+
+
+def _multiply(x: Tensor, weights: Tensor, out: Tensor, *, n_terms: int, term_stride: int) -> None:
+    """out = x times the sum of the terms, each bf16 [out's columns, x's columns], transposed."""
+    tile = tiles_of(x.device).plain
+    n, n_cols = x.shape
+    n_rows = out.shape[1]
+    dense_kernel[(-(-n // tile.rows) * -(-n_rows // tile.columns),)](
+        x,
+        weights,
+        out,
+        n,
+        n_rows,
+        n_cols,
+        x.stride(0),
+        out.stride(0),
+        term_stride,
+        TERMS=n_terms,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        DEPTH=tile.depth,
+        EVEN=n_cols % tile.depth == 0,
+        SWATH=SWATH,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+@triton.jit
+def dense_kernel(
+    x,
+    weights,
+    out,
+    n,
+    n_rows,
+    n_cols,
+    x_stride,
+    out_stride,
+    term_stride,
+    TERMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    EVEN: tl.constexpr,
+    SWATH: tl.constexpr,
+):
+    """One tile of x (sum of the terms)^T; tiles go swath by swath."""
+    n_across = tl.cdiv(n_rows, COLUMNS)
+    n_down = tl.cdiv(n, ROWS)
+    swath = tl.program_id(0) // (SWATH * n_across)
+    height = tl.minimum(n_down - swath * SWATH, SWATH)
+    inside = tl.program_id(0) % (SWATH * n_across)
+    rows = (swath * SWATH + inside % height) * ROWS + tl.arange(0, ROWS)
+    columns = inside // height * COLUMNS + tl.arange(0, COLUMNS)
+    depth = tl.arange(0, DEPTH)
+    left = x + tl.minimum(rows, n - 1).to(tl.int64)[:, None] * x_stride + depth[None, :]
+    right = weights + tl.minimum(columns, n_rows - 1).to(tl.int64)[None, :] * n_cols + depth[:, None]
+    total = multiply(left, right, n_cols, ROWS, COLUMNS, DEPTH, EVEN)
+    for _ in tl.static_range(TERMS - 1):
+        right += term_stride
+        total += multiply(left, right, n_cols, ROWS, COLUMNS, DEPTH, EVEN)
+    target = out + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
+    tl.store(target, total.to(out.dtype.element_ty), mask=(rows < n)[:, None] & (columns < n_rows)[None, :])

@@ -1,0 +1,56 @@
+"""Linear of chunks against the reference, and the bits of a row in any company."""
+
+import pytest
+import torch
+
+from makeway.gguf.types import GGMLType
+from makeway.kernels import Weight
+from makeway.kernels.triton.chunk_linear import LinearScratch, can_multiply, chunk_linear, least_scratch
+from makeway.kernels.triton.unpack import PLANES
+from tests.kernels.triton.blocks import random_weight
+
+
+def run(x, weight, device, *, spare=0, dtype=torch.float32):
+    room = torch.full((least_scratch(weight) + spare,), 255, dtype=torch.uint8, device=device)
+    out = torch.full((x.shape[0], weight.n_rows), torch.nan, dtype=dtype, device=device)
+    there = Weight(weight.raw.to(device), weight.type, weight.n_cols)
+    chunk_linear(x.to(device), there, out=out, scratch=LinearScratch.of(room))
+    return out.cpu()
+
+
+def activations(n, n_cols):
+    return torch.randn((n, n_cols), generator=torch.Generator().manual_seed(n)).bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("kind", "n_cols"),
+    [(GGMLType.Q4_K, 256), (GGMLType.Q5_1, 96), (GGMLType.Q8_0, 64), (GGMLType.BF16, 32), (GGMLType.F32, 32)],
+)
+def test_types_multiply_as_the_reference(kind, n_cols, device):
+    weight = random_weight(kind, 70, n_cols)
+    x = activations(5, n_cols)
+    decoded = weight.decode() if kind in (GGMLType.F32, GGMLType.BF16) else weight.decode().bfloat16()
+    expected = x.double() @ decoded.double().t()
+    bound = x.double().abs() @ decoded.double().abs().t()
+    assert ((run(x, weight, device) - expected).abs() <= 2**-18 * bound).all()
+
+
+def test_a_row_has_the_same_bits_alone_and_among_others(device):
+    weight = random_weight(GGMLType.Q5_1, 40, 96)
+    x = activations(70, 96)
+    together = run(x, weight, device)
+    for rows in (slice(69, 70), slice(3, 20)):
+        assert torch.equal(run(x[rows], weight, device), together[rows])
+
+
+def test_cutting_the_matrix_changes_no_bit(device):
+    weight = random_weight(GGMLType.Q8_0, 300, 32)
+    x = activations(3, 32)
+    cut = run(x, weight, device)
+    assert torch.equal(run(x, weight, device, spare=least_scratch(weight) * 3), cut)
+    assert torch.equal(run(x, weight, device, dtype=torch.bfloat16), cut.bfloat16())
+
+
+def test_other_types_are_refused():
+    assert all(can_multiply(random_weight(kind, 16, PLANES[kind].step)) for kind in (GGMLType.Q4_K, GGMLType.F16))
+    assert not can_multiply(Weight(torch.zeros((1, 66), dtype=torch.uint8), GGMLType.TQ2_0, 256))
