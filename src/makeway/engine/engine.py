@@ -25,6 +25,7 @@ from makeway.errors import EngineFailed, UserError
 from makeway.gguf import GGUFFile, open_gguf
 from makeway.kernels import select
 from makeway.text import Tokenizer
+from makeway.text.grammar import CompiledGrammar
 
 
 class Engine:
@@ -75,8 +76,17 @@ class Engine:
             raise UserError(f"token id {bad} is out of range; the model's ids are 0 to {n_vocab - 1}")
         return tokens
 
-    def add(self, prompt: str | Sequence[int], sampling: SamplingParams | None = None) -> int:
-        """Queues a request and returns its id; raises UserError when it can never run, EngineFailed after a fault."""
+    def add(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        grammar: CompiledGrammar | None = None,
+    ) -> int:
+        """Queues a request and returns its id; its answer follows `grammar` and ends where that ends.
+
+        Raises UserError when it can never run, EngineFailed after a fault.
+        """
         self._check_open()
         if self.phase is Phase.FAILED:
             raise EngineFailed(f"the engine failed ({self._loop.failure}); rebuild() brings it back")
@@ -98,6 +108,7 @@ class Engine:
             sampling=sampling,
             seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
             max_tokens=room if sampling.max_tokens is None else min(room, sampling.max_tokens),
+            grammar=None if grammar is None else grammar.start(),
         )
         self._next_id += 1
         self._loop.add(request, Answer(request, self.tokenizer))

@@ -220,17 +220,25 @@ class Loop:
         return run
 
     def _sample(self, request: Request, row: torch.Tensor) -> list[Event]:
-        """Chooses the next token of a request from logits [vocab]; ends the request when it is its last."""
+        """Chooses the next token of a request from logits [vocab]; ends the request when it is its last, and with an
+        "error" event when its own grammar and bias leave no token."""
         logits = row.cpu().numpy()
-        params = request.sampling
-        token = sampler.choose(
-            logits,
-            params,
-            seed=request.seed,
-            position=len(request.tokens),
-            seen=request.tokens,
-            counts=request.counts,
-        )
+        params, grammar = request.sampling, request.grammar
+        try:
+            token = sampler.choose(
+                logits,
+                params,
+                seed=request.seed,
+                position=len(request.tokens),
+                seen=request.tokens,
+                counts=request.counts,
+                allowed=None if grammar is None else grammar.mask(),
+            )
+        except UserError as error:
+            self._release(request)
+            return [Event(request.id, "error", text=str(error))]
+        if grammar is not None:
+            grammar.accept(token)
         best = None if params.logprobs is None else sampler.logprobs(logits, token, n_best=params.logprobs)
         request.last_token_s = time.perf_counter()
         if request.n_answer == 0:
@@ -239,6 +247,8 @@ class Loop:
         request.counts[token] = request.counts.get(token, 0) + 1
         self.totals.n_answer_tokens += 1
         events = self._answers[request.id].push(token, best)
+        if grammar is not None and grammar.is_done and not request.finished:
+            events.append(self._answers[request.id].finish("stop"))
         if request.finished:
             self._release(request)
         return events

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from makeway.config import SamplingParams
+from makeway.text.grammar import GrammarState
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -44,8 +45,8 @@ class Event:
     """Something that happened to a request.
 
     kind "progress": `n_done` of `n_prompt` prompt tokens are read. kind "token": `token` was chosen and `text` became
-    certain (possibly empty). kind "finish": `reason`, the last `text`, and `timings`. kind "error": the engine failed,
-    `text` says why; nothing follows.
+    certain (possibly empty). kind "finish": `reason`, the last `text`, and `timings`. kind "error": the request broke
+    off, `text` says why, nothing follows; the engine has failed too when its phase says so.
     """
 
     request_id: int
@@ -70,6 +71,7 @@ class Request:
     sampling: SamplingParams
     seed: int
     max_tokens: int
+    grammar: GrammarState | None = None  # follows the answer token by token
     n_read: int = 0  # tokens in memory; during an answer it follows the steps
     n_lost: int = 0  # times its memory was taken for others
     started_s: float = 0.0
