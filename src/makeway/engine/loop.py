@@ -51,7 +51,8 @@ class Loop:
         self._memory, self._config = memory, config
         self._sequences: dict[int, SequenceState] = {}
         self._answers: dict[int, Answer] = {}
-        self._pending: list[Event] = []
+        self._pending: list[Event] = [] if after is None else after._pending
+        self._untold: set[int] = set()  # requests whose last event, a finish or an error, nobody has got yet
         self._reading: Reading | None = None
         self._answers_first_until_s = 0.0
         self._recorder: Recorder | None = after._recorder if after is not None else self._open_trace()
@@ -62,21 +63,29 @@ class Loop:
 
     @property
     def busy(self) -> bool:
-        return self.scheduler.busy or bool(self._pending) or self._memory.swing.is_refilling
+        waits = bool(self._pending) or self._reading is not None  # a reading may hold the events of requests that ended
+        return self.scheduler.busy or waits or self._memory.swing.is_refilling
 
     def add(self, request: Request, answer: Answer) -> None:
         self._answers[request.id] = answer
+        self._untold.add(request.id)
         self.scheduler.add(request)
 
     def cancel(self, request_id: int) -> None:
         """Ends a request at once; its finish event comes with the next step. Unknown ids are ignored."""
-        for request in self.scheduler.requests:
-            if request.id == request_id:
-                if self._reading is not None:
-                    self._reading.drop(request)
-                self._pending.append(self._answers[request_id].finish("cancelled"))
-                self._release(request)
-                return
+        request = next((r for r in self.scheduler.requests if r.id == request_id), None)
+        if request is None:
+            return
+        self._untold.discard(request_id)
+        self._pending.append(self._answers[request_id].finish("cancelled"))
+        try:
+            if self._reading is not None:
+                self._reading.drop(request)
+            self._release(request)
+        except BaseException as fault:
+            self._pending += self._fail(fault)
+            if not isinstance(fault, Exception):
+                raise
 
     def forget(self, request_id: int) -> None:
         """Nobody waits for this request's events any more."""
@@ -88,7 +97,9 @@ class Loop:
         if self.phase is Phase.FAILED:
             return events
         try:
-            return events + self._work()
+            events += self._work()
+            self._untold -= {e.request_id for e in events if e.kind == "finish"}
+            return events
         except Exception as fault:  # noqa: BLE001 - whatever broke, memory is in doubt and every request must be told
             return events + self._fail(fault)
         except BaseException as stop:
@@ -172,8 +183,7 @@ class Loop:
         swing, memory = self._memory.swing, self._memory
         requests = self._with_room(self.scheduler.decoding(memory.plan.rows))
         if not requests:
-            if self.phase is Phase.DECODE and not self.scheduler.n_decoding:
-                swing.phases.to(Phase.IDLE)
+            self._rest()
             return []
         assert swing.decode is not None
         parts = [(self._sequences[r.id], r.tokens[-1:]) for r in requests]
@@ -188,7 +198,13 @@ class Loop:
             if self._recorder is not None:
                 self._recorder.write(i, "decode", sequence=r.id)
             events += self._sample(r, row)
+        self._rest()
         return events
+
+    def _rest(self) -> None:
+        """The last answer has ended: decoding is over."""
+        if self.phase is Phase.DECODE and not self.scheduler.n_decoding:
+            self._memory.swing.phases.to(Phase.IDLE)
 
     def _with_room(self, requests: list[Request]) -> list[Request]:
         """Each gets a block for its next token; when there is none, the youngest request gives its memory up."""
@@ -266,7 +282,10 @@ class Loop:
         self.totals.n_faults += 1
         self._reading = None
         self._memory.swing.abandon()
-        events = [Event(r.id, "error", text=self.failure) for r in self.scheduler.requests]
+        events = [
+            Event(i, "error", text=self.failure) for i in sorted(self._untold)
+        ]  # some end in events that are lost
+        self._untold.clear()
         for request in self.scheduler.requests:
             self._release(request)
         if self._recorder is not None:
