@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from makeway.device import CpuDevice
 from makeway.experts.cache import ExpertCache
 from makeway.experts.cached import CachedExperts
 from makeway.experts.loader import load_experts
@@ -32,7 +33,7 @@ class Rig:
         least = minimum_vram(facts, PlanRequest(vram_bytes=0, **request))
         ring = 2 * facts.expert_layers[0].n_experts * max(layer.stride_bytes for layer in facts.expert_layers)
         self.plan = plan_memory(facts, PlanRequest(vram_bytes=least + ring, **request))
-        self.arena = Arena(self.plan.arena_bytes, torch.device("cpu"))
+        self.arena = Arena(self.plan.arena_bytes, CpuDevice())
         self.device = device or RecordingDevice()
         self.ops = ops
         n_layers, n_experts = len(self.plan.layers), self.plan.sizes.n_experts

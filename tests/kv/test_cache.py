@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from makeway.device import CpuDevice
 from makeway.kv import BLOCK_TOKENS, KV_TYPES, KVCache, KVRoom, KVShape, StatePool, StateShapes
 from makeway.memory.arena import Arena
 from makeway.memory.plan import minimum_vram, plan_memory
@@ -26,7 +27,7 @@ def planned(runner, *, kv_type="f32", drafts=0):
     request = {"context": 192, "sequences": 2, "drafts": drafts, "kv_type": kv_type, "reserve_bytes": 0}
     least = minimum_vram(facts, PlanRequest(vram_bytes=0, **request))
     plan = plan_memory(facts, PlanRequest(vram_bytes=least, **request))
-    arena = Arena(plan.arena_bytes, CPU)
+    arena = Arena(plan.arena_bytes, CpuDevice())
     views = {r.name: arena.fixed(r).tensor.fill_(0xFF) for r in plan.regions}
     trunk = [i for i in runner.facts.kv_shapes if i < runner.facts.n_layers]
     rooms = [KVRoom(trunk, views["KV cache"], views.get("indexer keys"))]

@@ -1,19 +1,17 @@
 """One allocation; a view of a layout that is no longer published cannot be used."""
 
 import pytest
-import torch
 
+from makeway.device import CpuDevice
 from makeway.errors import EngineFailed
 from makeway.memory.arena import Arena
 from makeway.memory.plan import Region, plan_memory
 from makeway.memory.sizes import PlanRequest
 from tests.memory.example import small_facts
 
-CPU = torch.device("cpu")
-
 
 def test_views_share_one_allocation():
-    arena = Arena(1024, CPU)
+    arena = Arena(1024, CpuDevice())
     fixed = arena.fixed(Region("weights", 0, 256))
     slots, ring = arena.layout([Region("slots", 256, 512), Region("ring", 768, 256)])
     fixed.tensor.fill_(1)
@@ -26,7 +24,7 @@ def test_views_share_one_allocation():
 
 
 def test_a_stale_view_raises():
-    arena = Arena(512, CPU)
+    arena = Arena(512, CpuDevice())
     (first,) = arena.layout([Region("slots", 0, 512)])
     assert first.tensor.numel() == 512
     epoch = arena.epoch
@@ -47,7 +45,7 @@ def test_a_stale_view_raises():
     ],
 )
 def test_a_wrong_layout_publishes_nothing(regions):
-    arena = Arena(1024, CPU)
+    arena = Arena(1024, CpuDevice())
     arena.fixed(Region("weights", 0, 256))
     (kept,) = arena.layout([Region("slots", 256, 256)])
     with pytest.raises(EngineFailed, match="overlaps"):
@@ -56,7 +54,7 @@ def test_a_wrong_layout_publishes_nothing(regions):
 
 
 def test_close_gives_back():
-    arena = Arena(512, CPU)
+    arena = Arena(512, CpuDevice())
     views = arena.fixed(Region("weights", 0, 256)), *arena.layout([Region("slots", 256, 256)])
     assert arena.nbytes == 512
     arena.close()
@@ -69,7 +67,7 @@ def test_close_gives_back():
 def test_every_layout_of_a_plan_fits_its_arena():
     facts = small_facts()
     plan = plan_memory(facts, PlanRequest(vram_bytes=1 << 26, context=min(512, facts.context_length), reserve_bytes=0))
-    arena = Arena(plan.arena_bytes, CPU)
+    arena = Arena(plan.arena_bytes, CpuDevice())
     for region in plan.regions:
         arena.fixed(region)
     decode = arena.layout(plan.decode.regions)

@@ -97,7 +97,7 @@ class EngineMemory:
         OutOfPlan, EngineFailed; nothing stays allocated then."""
         self.device, self._file, self._ops, self._config = device, file, ops, config
         self.plan = plan_for(file, ops, config, device=device)
-        self.arena = Arena(self.plan.arena_bytes, device.torch_device)
+        self.arena = Arena(self.plan.arena_bytes, device)
         self._placer = _Placer(self.plan, self.arena, device)
         facts = load_model(file, ops, device=torch.device("cpu")).facts
         self._placer.first_draft_block = facts.n_layers
@@ -116,7 +116,7 @@ class EngineMemory:
     def rebuild(self) -> None:
         """After a fault: weights and store are as they were, slots start empty in the same arena."""
         self.device.synchronize()
-        self.swing = self._new_swing()
+        self.swing = self._new_swing(after=self.swing)
 
     def close(self) -> None:
         """Gives everything back."""
@@ -142,9 +142,17 @@ class EngineMemory:
             rooms=rooms,
         )
         shapes = StateShapes.of(facts.state_shapes, kv=kv.shapes, ple=facts.ple_tails)
-        return kv, StatePool(shapes, plan.request.sequences, device=device, room=views.get("recurrent state"))
+        states = StatePool(
+            shapes,
+            plan.request.sequences,
+            device=device,
+            room=views.get("recurrent state"),
+            n_kept=1 + plan.request.drafts if plan.sizes.with_mtp else 0,
+            kept_room=views.get("replay rows"),
+        )
+        return kv, states
 
-    def _new_swing(self) -> Swing:
+    def _new_swing(self, after: Swing | None = None) -> Swing:
         plan, config = self.plan, self._config
         policy = Policy(
             config.policy,
@@ -154,7 +162,14 @@ class EngineMemory:
             profile=None if config.profile is None else read_profile(config, plan),
         )
         return Swing(
-            plan, self.store, self._ops, arena=self.arena, policy=policy, device=self.device, audits=config.audit
+            plan,
+            self.store,
+            self._ops,
+            arena=self.arena,
+            policy=policy,
+            device=self.device,
+            audits=config.audit,
+            after=after,
         )
 
 

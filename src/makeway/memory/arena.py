@@ -7,9 +7,9 @@ Hazard: a tensor taken from a view does not know its epoch, so it must not outli
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
+from makeway.device import Device
 from makeway.errors import EngineFailed
 from makeway.memory.plan import Region
 
@@ -29,12 +29,13 @@ class View:
 
 
 class Arena:
-    """`n_bytes` on one device, allocated once."""
+    """`n_bytes` of a device's memory, allocated once."""
 
-    def __init__(self, n_bytes: int, device: torch.device) -> None:
+    def __init__(self, n_bytes: int, device: Device) -> None:
+        """Raises EngineFailed when the device has less."""
         self.epoch = 0
         self.nbytes = n_bytes
-        self._bytes: Tensor | None = torch.empty(n_bytes, dtype=torch.uint8, device=device)
+        self._bytes: Tensor | None = device.alloc(n_bytes)
         self._fixed: list[Region] = []
 
     def fixed(self, region: Region) -> View:
