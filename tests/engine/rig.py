@@ -82,6 +82,15 @@ def _compute(runner, tokens, sampling):
     return answer
 
 
+@cache
+def routed_alone(file, tokens):
+    """Routed experts [n, layers, top_k] of a plain pass over tokens."""
+    runner = _runner(file)
+    runner.experts.ids.clear()
+    runner.logits(list(tokens))
+    return np.stack([runner.routed(layer) for layer in range(runner.facts.n_layers)], axis=1)
+
+
 def said(events, request_id):
     """(token, log-probabilities) of a request's answer so far."""
     return [(e.token, e.logprobs) for e in events if e.request_id == request_id and e.kind == "token"]

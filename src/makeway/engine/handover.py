@@ -60,25 +60,29 @@ class Swing:
         policy: Policy,
         device: Device,
         audits: bool = False,
+        after: "Swing | None" = None,
     ) -> None:
         """Publishes the decode layout with empty slots. `audits`: compare every published slot with the store after
-        each hand-over."""
+        each hand-over. `after`: the one that failed; its phases and totals go on."""
         self.plan, self.device = plan, device
         self._ops, self._arena, self._audits = ops, arena, audits
         slots, transient, _ = arena.layout(plan.decode.regions)
         self.cache = ExpertCache(store, plan, slots, policy=policy, device=device)
-        self.phases = Phases(lambda: device.link_bytes)
         self.decode: CachedExperts | None = CachedExperts(self.cache, ops, transient=transient)
         self.lending: Lending | None = None
         self.layout: PrefillLayout | None = None
         self.buffers: tuple[View, ...] = ()
         self.workspace: View | None = None
-        self.last: HandoverRecord | None = None
-        self.n_handovers = 0
+        self.last: HandoverRecord | None = None if after is None else after.last
+        self.n_handovers = 0 if after is None else after.n_handovers
         self._ring: View | None = None
         self._refill: Refill | None = None
         self._release_s = self._sweep_began_s = self._restore_s = self._restore_began_s = self._sweep_s = 0.0
         self._bytes_before = self._copied_bytes = self._n_tokens = self._n_lent = 0
+        self.phases = Phases(lambda: device.link_bytes) if after is None else after.phases
+        if after is not None:
+            self.cache.counters = after.cache.counters
+            self.phases.to(Phase.IDLE)
 
     def release(self, lending: Lending) -> None:
         """Phase prefill: the ranks the plan lends leave the cache, the prefill layout is published.

@@ -25,7 +25,7 @@ from makeway.experts.policies import PromptCounts
 from makeway.experts.recorder import Recorder
 from makeway.experts.routed import RoutedInput
 from makeway.experts.trace import TraceHeader, TraceWriter
-from makeway.kv import Batch, SequenceState, blocks_for
+from makeway.kv import BLOCK_TOKENS, Batch, RecurrentState, SequenceState, blocks_for
 from makeway.models.base import run_trunk
 
 
@@ -54,7 +54,9 @@ class Loop:
         self._pending: list[Event] = [] if after is None else after._pending
         self._untold: set[int] = set()  # requests whose last event, a finish or an error, nobody has got yet
         self._reading: Reading | None = None
+        self._to_keep: list[tuple[Request, int, RecurrentState]] = []  # points of live requests, for later prompts
         self._answers_first_until_s = 0.0
+        self._answers_first_steps = 0  # and until so many steps were made
         self._recorder: Recorder | None = after._recorder if after is not None else self._open_trace()
 
     @property
@@ -134,6 +136,8 @@ class Loop:
         swing = self._memory.swing
         self._admit()
         swing.poll()
+        if self._to_keep and self._reading is None:
+            self._keep(*self._to_keep.pop(0))
         if self._reading is None and self._should_read():
             self._reading = Reading(
                 self._memory,
@@ -152,18 +156,22 @@ class Loop:
         """Prompts go first, unless they have just kept the answers waiting as long as they may."""
         if not self.scheduler.reading():
             return False
-        return self.scheduler.n_decoding == 0 or time.perf_counter() >= self._answers_first_until_s
+        if self.scheduler.n_decoding == 0:
+            return True
+        return self.totals.n_steps >= self._answers_first_steps and time.perf_counter() >= self._answers_first_until_s
 
     def _end_reading(self) -> list[Event]:
         """Decode is back before the first tokens leave."""
         reading, swing = self._reading, self._memory.swing
         assert reading is not None
         self.totals.n_prompt_tokens += reading.n_tokens
+        self._to_keep += reading.kept
         if self.phase is Phase.PREFILL:
             swing.restore(reading.prompt_counts())
             swing.phases.to(Phase.DECODE if self.scheduler.n_decoding else Phase.IDLE)
         if reading.timed_out:
             self._answers_first_until_s = time.perf_counter() + self._config.max_prefill_s / 4
+            self._answers_first_steps = self.totals.n_steps + 1
         self._reading = None
         return reading.held
 
@@ -177,6 +185,11 @@ class Loop:
             sequence = self._memory.open_sequence()
             self._sequences[request.id] = sequence
             sequence.reserve(len(request.tokens) + 1)
+            found = self._memory.prefixes.find(request.tokens)
+            if found is not None:
+                self._memory.prefixes.load(found, sequence)
+                request.n_read = len(found.tokens)
+                request.n_cached = min(request.n_read, request.n_prompt)
 
     def _decode(self) -> list[Event]:
         """A token of every answer whose turn it is."""
@@ -195,6 +208,7 @@ class Loop:
         events: list[Event] = []
         for i, (r, row) in enumerate(zip(requests, logits, strict=True)):
             r.n_read += 1
+            self._keep_answer(r)
             if self._recorder is not None:
                 self._recorder.write(i, "decode", sequence=r.id)
             events += self._sample(r, row)
@@ -214,7 +228,7 @@ class Loop:
                 continue
             while not sequence.fits(1):
                 victim = self.scheduler.preempt()
-                self._sequences.pop(victim.id).close()
+                self._close_sequence(victim)
                 self.totals.n_preempted += 1
                 if victim is r:
                     break
@@ -272,15 +286,38 @@ class Loop:
     def _release(self, request: Request) -> None:
         self.scheduler.remove(request)
         del self._answers[request.id]
-        sequence = self._sequences.pop(request.id, None)
-        if sequence is not None:
-            sequence.close()
+        self._close_sequence(request)
+
+    def _close_sequence(self, request: Request) -> None:
+        """Its blocks and place are free again; what it has read is kept for later prompts."""
+        sequence = self._sequences.get(request.id)
+        if sequence is None:
+            return
+        kept = [*self._to_keep, *(self._reading.kept if self._reading is not None else ())]
+        for point in kept:
+            if point[0] is request:
+                self._keep(*point)
+        self._to_keep = [point for point in self._to_keep if point[0] is not request]
+        del self._sequences[request.id]
+        sequence.close()
+
+    def _keep(self, request: Request, n_tokens: int, state: RecurrentState) -> None:
+        blocks = self._sequences[request.id].table.blocks
+        self._memory.prefixes.put(request.tokens[:n_tokens], blocks, state)
+
+    def _keep_answer(self, request: Request) -> None:
+        """At the end of a block of an answer: the point to go on from, instead of the one before it."""
+        sequence = self._sequences[request.id]
+        if request.n_read % BLOCK_TOKENS or sequence.n_replay or not self._memory.prefixes.budget_bytes:
+            return
+        self._to_keep = [p for p in self._to_keep if p[0] is not request or p[1] <= request.n_prompt]
+        self._to_keep.append((request, request.n_read, sequence.state.snapshot(torch.device("cpu"))))
 
     def _fail(self, fault: BaseException) -> list[Event]:
         """Phase failed: nothing is published, every request is told and gone."""
         self.failure = f"{type(fault).__name__}: {fault}"
         self.totals.n_faults += 1
-        self._reading = None
+        self._reading, self._to_keep = None, []
         self._memory.swing.abandon()
         events = [
             Event(i, "error", text=self.failure) for i in sorted(self._untold)

@@ -24,11 +24,12 @@ from makeway.experts.trace import TraceReader
 from makeway.gguf import GGUFFile
 from makeway.kernels import Ops
 from makeway.kv import BLOCK_TOKENS, KV_TYPES, KVCache, KVRoom, SequenceState, StatePool, StateShapes
+from makeway.kv.prefix import PrefixCache
 from makeway.memory.arena import Arena
 from makeway.memory.facts import PlanFacts, align_up
 from makeway.memory.plan import MemoryPlan, minimum_vram, plan_memory
 from makeway.memory.rates import DEFAULT_RATES, RATES
-from makeway.memory.sizes import DEFAULT_RESERVE_BYTES, PlanRequest
+from makeway.memory.sizes import DEFAULT_PREFIX_BYTES, DEFAULT_RESERVE_BYTES, PlanRequest
 from makeway.models import ModelFacts, load_model
 from makeway.models.parts import part_of
 from makeway.models.plan_facts import plan_facts
@@ -55,6 +56,7 @@ def plan_for(file: GGUFFile, ops: Ops, config: EngineConfig, *, device: Device) 
         uploads_per_layer=config.uploads_per_layer,
         kv_block_tokens=BLOCK_TOKENS,
         reserve_bytes=DEFAULT_RESERVE_BYTES if on_gpu else 0,
+        prefix_bytes=DEFAULT_PREFIX_BYTES if config.prefix_ram is None else config.prefix_ram,
     )
     vram_bytes = config.vram or (device.free_bytes() if on_gpu else _roomy(planned, request))
     return plan_memory(
@@ -104,6 +106,9 @@ class EngineMemory:
         self.model = load_model(file, ops, device=device.torch_device, place=self._placer)
         device.synchronize()
         self.kv, self.states = self._caches()
+        self.prefixes = PrefixCache(
+            self.kv, budget_bytes=self.plan.request.prefix_bytes, needs_state=bool(self.states.shapes.shapes)
+        )
         layers = self.model.store.layers[: len(self.plan.layers)]
         self.store = load_experts(file, layers, device, progress=progress)
         self.swing = self._new_swing()
@@ -120,6 +125,7 @@ class EngineMemory:
 
     def close(self) -> None:
         """Gives everything back."""
+        self.prefixes.clear()
         self.kv.close()
         self.states.close()
         self.store.close()

@@ -20,8 +20,9 @@ from makeway.engine.scheduler import Scheduler
 from makeway.experts.policies import PromptCounts
 from makeway.experts.recorder import Recorder
 from makeway.experts.streamed import StreamedExperts
-from makeway.kv import SequenceState
+from makeway.kv import BLOCK_TOKENS, RecurrentState, SequenceState
 
+KEEP_EVERY = 8192  # tokens of a long prompt between two points from which it can be resumed
 Sample = Callable[[Request, Tensor], list[Event]]
 
 
@@ -38,11 +39,12 @@ class Reading:
         recorder: Recorder | None,
         max_s: float,
     ) -> None:
-        """`sample(request, logits row)` chooses a first token; `max_s`: no further sweep begins after so many seconds
+        """`sample(request, logits row)` chooses a first token; `max_s`: no second sweep begins after so many seconds
         while answers wait."""
         self.held: list[Event] = []
         self.is_over = False
         self.timed_out = False
+        self.n_sweeps = 0
         self.n_tokens = 0
         self._memory, self._scheduler, self._sequences = memory, scheduler, sequences
         self._sample, self._recorder, self._max_s = sample, recorder, max_s
@@ -52,6 +54,8 @@ class Reading:
         self._steps: Iterator[None] = iter(())
         self._readers: dict[int, Request] = {}  # by the first row of their part
         self._counts: dict[int, PromptCounts] = {}
+        self.kept: list[tuple[Request, int, RecurrentState]] = []
+        self._captured: dict[tuple[int, int], RecurrentState] = {}  # by the first row of a part, and tokens of it
 
     def unit(self) -> list[Event]:
         """One unit of work, and the progress it made."""
@@ -74,14 +78,15 @@ class Reading:
     def drop(self, request: Request) -> None:
         """A cancelled request leaves: its rows are not computed any more and none of its events gets out."""
         self.held = [e for e in self.held if e.request_id != request.id]
-        if self._sweep is None or request not in self._readers.values():
+        if self._sweep is None or not any(r is request for r in self._readers.values()):
             return
         self._sweep.drop(self._sequences[request.id])
-        self._readers = {first: r for first, r in self._readers.items() if r is not request}
+        first = next(first for first, r in self._readers.items() if r is request)
+        del self._readers[first]
+        if self._recorder is not None:
+            self._recorder.drop(first)
         if not self._readers:
             self._close_sweep()
-            if self._recorder is not None:
-                self._recorder.drop()
 
     def prompt_counts(self) -> NDArray[np.float32]:
         """[layers, experts]: what was routed, the tail of each prompt weighted most."""
@@ -94,8 +99,8 @@ class Reading:
     def _begin_sweep(self) -> None:
         """The next tokens of the prompts that wait, as many as the lent room holds."""
         readers = self._scheduler.reading()
-        elapsed_s = time.perf_counter() - self._began_s
-        self.timed_out = bool(readers) and self._scheduler.n_decoding > 0 and elapsed_s > self._max_s
+        late = time.perf_counter() - self._began_s > self._max_s
+        self.timed_out = bool(readers) and self.n_sweeps > 0 and late and self._scheduler.n_decoding > 0
         if not readers or self.timed_out:
             return
         memory, swing = self._memory, self._memory.swing
@@ -106,11 +111,15 @@ class Reading:
         assert swing.layout is not None
         room = swing.lending.sweep_tokens
         parts: list[tuple[SequenceState, list[int]]] = []
+        cuts: list[set[int]] = []
         self._readers = {}
+        self._captured = {}
         n_tokens = 0
         for r in readers:
             tokens = r.tokens[r.n_read : min(r.n_to_read, r.n_read + room - n_tokens)]
             if tokens:
+                cuts.append(self._cuts(r, len(tokens)))
+                self._captured |= {(n_tokens, n): RecurrentState({}) for n in cuts[-1]}
                 self._readers[n_tokens] = r
                 parts.append((self._sequences[r.id], tokens))
                 n_tokens += len(tokens)
@@ -123,6 +132,8 @@ class Reading:
             chunk=swing.layout.chunk,
             buffers=SweepBuffers.in_views(memory.model, n_tokens, swing.buffers),
             on_routed=self._count,
+            on_mixed=self._capture,
+            cuts=cuts,
             prefetch=self._experts.prefetch,
         )
         self._steps = self._sweep.steps()
@@ -130,6 +141,7 @@ class Reading:
     def _end_sweep(self, sweep: Sweep) -> None:
         """Requests move on; those read to the end choose their first token."""
         for part, r in self._live(sweep):
+            self._keep(part, r)
             r.n_read += len(part.tokens)
             self.n_tokens += len(part.tokens)
             if self._recorder is not None:
@@ -137,7 +149,31 @@ class Reading:
             if not r.is_reading and r.n_answer == 0:
                 logits = self._memory.model.head(sweep.residual(part)[-1:])[0]
                 self.held += self._sample(r, logits)
+        self.n_sweeps += 1
         self._close_sweep()
+
+    def _cuts(self, r: Request, n_tokens: int) -> set[int]:
+        """Where the next `n_tokens` of a request are kept for others: the last block's end, and every
+        `KEEP_EVERY` tokens; counted from where this sweep begins."""
+        last = r.n_read + n_tokens
+        ends = {last // BLOCK_TOKENS * BLOCK_TOKENS, *range(KEEP_EVERY, last, KEEP_EVERY)}
+        return {end - r.n_read for end in ends if end > r.n_read} if self._memory.prefixes.budget_bytes else set()
+
+    def _capture(self, layer: int, part: SweepPart, n: int) -> None:
+        """The mixer of a layer stands at a cut: copy its state, which the next chunk changes."""
+        captured = self._captured.get((part.first, n))
+        if captured is not None:
+            tensors = part.sequence.state.tensors
+            captured.tensors.update({key: t.to("cpu", copy=True) for key, t in tensors.items() if key[1] == layer})
+
+    def _keep(self, part: SweepPart, r: Request) -> None:
+        """The cuts of a part that is read are complete."""
+        for (first, n), state in self._captured.items():
+            if first == part.first:
+                end = r.n_read + n
+                windows = part.sequence.state.windows.items()
+                state.windows.update({layer: tuple(r.tokens[end - len(w) : end]) for layer, w in windows})
+                self.kept.append((r, end, state))
 
     def _close_sweep(self) -> None:
         """Over or given up: nothing is computed before the copies under way are complete."""

@@ -31,9 +31,12 @@ class Recorder:
         """Append the key's tokens, which belong to one sequence, to the file."""
         self._writer.write(phase, self._open.pop(key), sequence=sequence)
 
-    def drop(self) -> None:
-        """Forget what is not written: its pass was given up."""
-        self._open.clear()
+    def drop(self, key: int | None = None) -> None:
+        """Forget what is not written, of one key or of all: its pass was given up."""
+        if key is None:
+            self._open.clear()
+        else:
+            self._open.pop(key, None)
 
     def close(self) -> None:
         """Write out and close the file."""
