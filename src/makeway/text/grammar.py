@@ -22,12 +22,20 @@ Reasoning = Literal["none", "open", "optional"]
 
 # Space between JSON's parts, if any: a blank, or a new line and its indentation. Unbounded, weak models get lost in it.
 JSON_SPACE = r"( |\n{1,2}[ \t]{0,40})"
-JSON_OPTIONS: Any = {"whitespace_pattern": JSON_SPACE, "lenient": False}
+_JSON_OPTIONS: Any = {"whitespace_pattern": JSON_SPACE, "lenient": False}
 _THOUGHT = {
     "open": "start: thought gap @answer\n",
     "optional": "start: (opening thought gap)? @answer\nopening: /\\s{0,8}<think>/\n",
 }
 _THOUGHT_END = "thought[lazy]: /(?s:.*)<\\/think>/\ngap: /[ \\t\\r\\n]{0,8}/\n"
+
+
+def with_json_options(schema: Any) -> Any:
+    """A schema with our way of reading schemas written into it, whatever the client's `x-guidance` says of that."""
+    if not isinstance(schema, dict):
+        return schema
+    options = schema.get("x-guidance")
+    return {**schema, "x-guidance": {**(options if isinstance(options, dict) else {}), **_JSON_OPTIONS}}
 
 
 class GrammarVocabulary:
@@ -80,15 +88,15 @@ class Grammar:
     kind: GrammarKind
     source: str = ""
     reasoning: Reasoning = "none"
+    is_generated: bool = False  # by makeway, from parts that were checked: it may be of any size
 
     def compile(self, vocabulary: GrammarVocabulary) -> "CompiledGrammar":
         """May take seconds; needs no lock. Raises UserError that says where the grammar is wrong or not supported."""
-        definition = self._definition()
-        matcher = self._matcher(vocabulary, definition)
-        if self.reasoning != "none":
-            answer = {**json.loads(definition)["grammars"][0], "name": "answer"}
-            frame = {"name": "frame", "lark_grammar": _THOUGHT[self.reasoning] + _THOUGHT_END}
-            matcher = self._matcher(vocabulary, json.dumps({"grammars": [frame, answer]}))
+        matcher = LLMatcher(vocabulary.tree, self._definition(), log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # some faults show only here
+        if matcher.is_error():
+            raise self._fault(matcher.get_error())
         return CompiledGrammar(self, vocabulary, matcher=matcher)
 
     def check(self) -> None:
@@ -101,32 +109,35 @@ class Grammar:
         names = {"json_schema": "JSON schema", "regex": "regular expression", "gbnf": "GBNF grammar"}
         return names.get(self.kind, f"{self.kind} grammar")
 
-    def _matcher(self, vocabulary: GrammarVocabulary, definition: str) -> LLMatcher:
-        matcher = LLMatcher(vocabulary.tree, definition, log_level=0)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # some faults show only here
-        if matcher.is_error():
-            raise self._fault(matcher.get_error())
-        return matcher
-
     def _definition(self) -> str:
         """The grammar in llguidance's own JSON form."""
-        check_bytes(self.source, name=self._name)
+        if not self.is_generated:
+            check_bytes(self.source, name=self._name)
+        grammars = [{"name": "answer", **self._answer()}]
+        if self.reasoning != "none":
+            frame = {"name": "frame", "lark_grammar": _THOUGHT[self.reasoning] + _THOUGHT_END}
+            grammars.insert(0, frame)
+        return json.dumps({"grammars": grammars}, ensure_ascii=False)
+
+    def _answer(self) -> dict[str, Any]:
         match self.kind:
             case "json_object":
-                return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=JSON_OPTIONS)
+                return {"json_schema": with_json_options({"type": "object"})}
             case "json_schema":
-                return LLMatcher.grammar_from_json_schema(self._schema(), overrides=JSON_OPTIONS)
+                return {"json_schema": with_json_options(self._schema())}
             case "regex":
-                return LLMatcher.grammar_from_regex(self.source)
+                return {
+                    "lark_grammar": json.loads(LLMatcher.grammar_from_regex(self.source))["grammars"][0]["lark_grammar"]
+                }
             case "gbnf":
                 check_rules(self.source, "::=", name=self._name)
-                return LLMatcher.grammar_from_lark(self._lark())
+                return {"lark_grammar": self._lark()}
             case "lark":
-                check_rules(self.source, ":", name=self._name)
-                return LLMatcher.grammar_from_lark(self.source)
+                if not self.is_generated:
+                    check_rules(self.source, ":", name=self._name)
+                return {"lark_grammar": self.source}
 
-    def _schema(self) -> str:
+    def _schema(self) -> Any:
         try:
             schema = json.loads(self.source)
         except (ValueError, RecursionError) as error:
@@ -134,9 +145,8 @@ class Grammar:
         if not isinstance(schema, dict | bool):
             raise UserError(f"the JSON schema is {type(schema).__name__}; it must be an object")
         check_schema_size(schema)
-        text = json.dumps(schema, ensure_ascii=False)  # without keys that are there twice
-        check_bytes(text, name=self._name)
-        return text
+        check_bytes(json.dumps(schema, ensure_ascii=False), name=self._name)  # escaped ones are seen only now
+        return schema
 
     def _lark(self) -> str:
         try:
@@ -151,7 +161,7 @@ class Grammar:
         if self.kind == "json_schema":
 
             def fails(schema: Any) -> bool:
-                text = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON_OPTIONS)
+                text = json.dumps({"grammars": [{"json_schema": with_json_options(schema)}]})
                 return LLMatcher.validate_grammar(text) == report
 
             where = f" at {schema_path(json.loads(self.source), fails)}"

@@ -4,6 +4,7 @@ Owns the limits that keep llguidance's recursion off the end of the stack, and t
 Hazard: beyond the limits llguidance does not raise, it takes the whole process down.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,10 +30,27 @@ def check_bytes(source: str, *, name: str) -> None:
 
 
 def check_rules(source: str, define: str, *, name: str) -> None:
-    """Raises UserError for a grammar with too many rules (counted by `define`) and groups."""
-    n = source.count(define) + source.count("(") + source.count("[")
+    """Raises UserError for a grammar with too many rules (counted by `define`) and groups; its schemas count alone."""
+    rules = _without_schemas(source)
+    n = rules.count(define) + rules.count("(") + rules.count("[")
     if n > MAX_RULES_AND_GROUPS:
         raise UserError(f"the {name} has {n} rules and groups; at most {MAX_RULES_AND_GROUPS} are possible")
+
+
+def _without_schemas(source: str) -> str:
+    """Lark without its `%json` schemas, each of which is checked."""
+    parts, start = [], 0
+    for match in re.finditer(r"%json\s*(?=\{)", source):
+        if match.start() < start:
+            continue
+        try:
+            schema, end = json.JSONDecoder().raw_decode(source, match.end())
+        except (ValueError, RecursionError):  # llguidance says so with its place
+            continue
+        check_schema_size(schema)
+        parts.append(source[start : match.start()])
+        start = end
+    return "".join(parts) + source[start:]
 
 
 def check_schema_size(schema: Any) -> None:

@@ -17,9 +17,9 @@ CLOSE = "</tool_call>"
 
 @dataclass(frozen=True)
 class Started:
-    """The name of the function is known."""
+    """The name of the function is known: `text`."""
 
-    name: str
+    text: str
 
 
 @dataclass(frozen=True)
@@ -207,20 +207,23 @@ class HermesForm:
 
 
 def _loads(text: str) -> Any:
-    """The value of JSON text, no key of an object there twice; raises Malformed."""
+    """The value of JSON text; raises Malformed, also when the outermost object has a key twice."""
+    outermost: list[tuple[str, Any]] = []
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(found := dict(pairs)) != len(pairs):
-            raise Malformed
-        return found
+    def keep(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        outermost[:] = pairs  # the outermost object is complete last
+        return dict(pairs)
 
     def refuse(constant: str) -> NoReturn:
         raise Malformed
 
     try:
-        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
+        value = json.loads(text, object_pairs_hook=keep, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         raise Malformed from error
+    if isinstance(value, dict) and len(value) != len(outermost):
+        raise Malformed
+    return value
 
 
 _FUNCTION, _PARAMETER, _FUNCTION_END = "<function=", "<parameter=", "</function>"
@@ -244,7 +247,7 @@ class XmlForm:
         self._text = _FUNCTION if is_bare else ""
         self._name: str | None = None
         self._key: str | None = None
-        self._keys: set[str] = set()
+        self._n_keys = 0
         self._value_begins = False
         self._value: list[str] = []  # of a typed parameter, until it is whole
         self._is_whole = False
@@ -285,10 +288,8 @@ class XmlForm:
             self._name = name
             self.found += [Started(name), Arguments("{")]
             return
-        if name in self._keys:
-            raise Malformed
-        self.found.append(Arguments((", " if self._keys else "") + json.dumps(name, ensure_ascii=False) + ": "))
-        self._keys.add(name)
+        self.found.append(Arguments((", " if self._n_keys else "") + json.dumps(name, ensure_ascii=False) + ": "))
+        self._n_keys += 1
         self._key, self._value_begins = name, True
         if self._is_text(name):
             self.found.append(Arguments('"'))
@@ -327,7 +328,7 @@ def _value_end(text: str) -> tuple[int, int | None]:
     """How much of the text is the value's for certain; where the text goes on after its end, if that is there."""
     start = 0
     while end := _PARAMETER_END.search(text, start):
-        rest = text[end.end() :]
+        rest = text[end.end() : end.end() + len(_FUNCTION_END)]
         if rest.startswith((_PARAMETER, _FUNCTION_END)):
             return end.start(), end.end()
         if _PARAMETER.startswith(rest) or _FUNCTION_END.startswith(rest):

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from makeway.errors import UserError
-from makeway.text.grammar import JSON_OPTIONS, Grammar, Reasoning
+from makeway.text.grammar import Grammar, Reasoning, with_json_options
 from makeway.text.tool_schemas import Schema, functions, only_text, properties, resolved, types_of
 from makeway.text.tools import ToolFormat
 
@@ -43,12 +43,15 @@ def tool_grammar(
     write = _hermes if format == "hermes" else _xml
     for i, (name, schema) in enumerate(schemas.items()):
         schema = {"type": "object", **schema}
+        if resolved(schema, schema).get("type", "object") != "object":
+            raise UserError(f"the parameters of tool {name!r} must be a JSON schema of type object")
         try:
             Grammar("json_schema", json.dumps(schema)).check()
         except UserError as error:
             raise UserError(f"the parameters of tool {name!r}: {error}") from error
         rules += write(i, name, schema=schema)
-    return Grammar("lark", "\n".join(rules) + "\n" + (_FREE_TEXT if format == "xml" else ""), reasoning=reasoning)
+    source = "\n".join(rules) + "\n" + (_FREE_TEXT if format == "xml" else "")
+    return Grammar("lark", source, reasoning=reasoning, is_generated=True)
 
 
 def _named(choice: str | Mapping[str, Any]) -> str:
@@ -65,9 +68,7 @@ def _text(text: str) -> str:
 
 
 def _json(schema: Schema) -> str:
-    options = schema.get("x-guidance")
-    own = options if isinstance(options, Mapping) else {}
-    return "%json " + json.dumps({**schema, "x-guidance": {**own, **JSON_OPTIONS}}, ensure_ascii=False)
+    return "%json " + json.dumps(with_json_options(dict(schema)), ensure_ascii=False)
 
 
 def _hermes(i: int, name: str, *, schema: Schema) -> list[str]:

@@ -9,6 +9,7 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal
 
 from makeway.text.tool_calls import Arguments, Call, HermesForm, Started, XmlForm
@@ -164,12 +165,13 @@ class ToolParser:
         return rest
 
     def _relay(self, found: list[Started | Arguments], pieces: list[Piece]) -> None:
-        for item in found:
-            if isinstance(item, Started):
+        for is_start, items in groupby(found, key=lambda item: isinstance(item, Started)):
+            text = "".join(item.text for item in items)
+            if is_start:
                 self._has_started = True
-                pieces.append(CallStart(self._n_calls, self._new_id(), item.name))
+                pieces.append(CallStart(self._n_calls, self._new_id(), text))
             else:
-                pieces.append(CallArguments(self._n_calls, item.text))
+                pieces.append(CallArguments(self._n_calls, text))
 
     def _end(self, pieces: list[Piece]) -> None:
         pieces.append(CallEnd(self._n_calls))
