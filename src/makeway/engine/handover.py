@@ -74,12 +74,12 @@ class Swing:
         self.buffers: tuple[View, ...] = ()
         self.workspace: View | None = None
         self.last: HandoverRecord | None = None if after is None else after.last
-        self.n_handovers = 0 if after is None else after.n_handovers
+        self.n_handovers: int = 0 if after is None else after.n_handovers
         self._ring: View | None = None
         self._refill: Refill | None = None
         self._release_s = self._sweep_began_s = self._restore_s = self._restore_began_s = self._sweep_s = 0.0
         self._bytes_before = self._copied_bytes = self._n_tokens = self._n_lent = 0
-        self.phases = Phases(lambda: device.link_bytes) if after is None else after.phases
+        self.phases: Phases = Phases(lambda: device.link_bytes) if after is None else after.phases
         if after is not None:
             self.cache.counters = after.cache.counters
             self.phases.to(Phase.IDLE)
