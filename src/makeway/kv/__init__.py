@@ -1,7 +1,7 @@
 """What sequences remember: KV blocks, indexer keys, recurrent state."""
 
 from makeway.kv.batch import Batch, Segment
-from makeway.kv.blocks import BLOCK_TOKENS, MAX_STEP_ROWS, BlockPool, BlockTable, Places, blocks_for
+from makeway.kv.blocks import BLOCK_TOKENS, BlockPool, BlockTable, Places, blocks_for
 from makeway.kv.cache import KV_TYPES, KVCache, KVRoom, KVShape
 from makeway.kv.sequence import SequenceSnapshot, SequenceState
 from makeway.kv.state import RecurrentState, StatePool, StateShape, StateShapes
@@ -9,7 +9,6 @@ from makeway.kv.state import RecurrentState, StatePool, StateShape, StateShapes
 __all__ = [
     "BLOCK_TOKENS",
     "KV_TYPES",
-    "MAX_STEP_ROWS",
     "Batch",
     "BlockPool",
     "BlockTable",

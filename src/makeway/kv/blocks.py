@@ -7,7 +7,6 @@ Hazard: a block that is freed twice would be shared by two sequences, so both di
 from makeway.errors import UserError
 
 BLOCK_TOKENS = 64  # tokens of a block; one key tile, and the grid of prefix reuse
-MAX_STEP_ROWS = 8  # token rows of a decode step, so the most that a verify step may have to undo
 
 
 def blocks_for(n_tokens: int) -> int:

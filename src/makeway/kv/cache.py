@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from makeway.kernels import KVLayer
-from makeway.kv.blocks import BLOCK_TOKENS, MAX_STEP_ROWS, BlockPool
+from makeway.kv.blocks import BLOCK_TOKENS, BlockPool
 from makeway.kv.room import Room
+from makeway.memory.sizes import MAX_ROWS
 
 KV_TYPES: dict[str, torch.dtype] = {"f16": torch.float16, "f32": torch.float32}
 """Item types of keys, values and pooled indexer keys, by the name of `--kv-type`."""
@@ -39,8 +40,8 @@ class KVShape:
     @property
     def ring_rows(self) -> int:
         """Raw indexer keys kept per sequence, at position % ring_rows: those of the incomplete block, and of the
-        `MAX_STEP_ROWS` rows of a step that may be undone; a power of two. 0 without an indexer."""
-        return 1 << (self.ratio + MAX_STEP_ROWS - 2).bit_length() if self.index_dim else 0
+        `MAX_ROWS` rows of a step that may be undone; a power of two. 0 without an indexer."""
+        return 1 << (self.ratio + MAX_ROWS - 2).bit_length() if self.index_dim else 0
 
 
 @dataclass(frozen=True)
