@@ -177,8 +177,9 @@ class Swing:
         refill = self._refill
         if refill is None or not refill.is_done:
             return
-        if refill.moved_bytes > refill.planned_bytes:
-            raise EngineFailed(f"restore moved {refill.moved_bytes} bytes, planned were {refill.planned_bytes}")
+        published_bytes = refill.moved_bytes - refill.dropped_bytes
+        if published_bytes > refill.planned_bytes:
+            raise EngineFailed(f"restore published {published_bytes} bytes, planned were {refill.planned_bytes}")
         self._refill = None
         self.cache.table.audit_all()
         if self._audits:

@@ -32,8 +32,9 @@ class Refill:
     """Fills the free slots with `wishes` [n, 2] (layer, expert), the first ones first."""
 
     def __init__(self, cache: ExpertCache, wishes: NDArray[np.integer], *, batch_bytes: int) -> None:
-        """`batch_bytes`: what is published together; at least one expert."""
-        self.moved_bytes = 0
+        """`batch_bytes`: what is published together; at least one expert. `dropped_bytes` of the `moved_bytes` came too
+        late: decode had kept the expert itself."""
+        self.moved_bytes = self.dropped_bytes = 0
         self.n_published = 0
         self._cache = cache
         self._wishes = np.asarray(wishes, dtype=np.int32).reshape(-1, 2)
@@ -118,6 +119,7 @@ class Refill:
         cache = self._cache
         late = cache.table.slot_of[batch.layers, batch.experts] != NONE
         cache.table.drop(batch.layers[late], batch.slots[late])
+        self.dropped_bytes += sum(cache.plan.layers[layer].expert_bytes for layer in batch.layers[late].tolist())
         layers, slots = batch.layers[~late], batch.slots[~late]
         cache.table.publish(layers, slots)
         cache.counters.uploads += int(layers.size)
