@@ -15,6 +15,7 @@ from makeway.cli.demo import demo_command
 from makeway.cli.inspect import inspect_command
 from makeway.cli.plan import plan_command
 from makeway.cli.run import run_command
+from makeway.cli.serve import serve_command
 from makeway.errors import MakewayError
 
 app = typer.Typer(
@@ -51,6 +52,7 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
 
 app.command("demo")(guarded(demo_command))
 app.command("run")(guarded(run_command))
+app.command("serve")(guarded(serve_command))
 app.command("plan")(guarded(plan_command))
 app.command("inspect")(guarded(inspect_command))
 

@@ -1,0 +1,56 @@
+"""Log-probabilities in OpenAI's two forms.
+
+Owns their layout. Never computes them. Hazard: a token may be half a character, so its bytes go with its text.
+"""
+
+from typing import Any
+
+from makeway.engine import Event
+from makeway.text import Tokenizer
+
+
+def chat_entry(event: Event, tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """One token of a chat answer; None without log-probabilities, and for the token that ends an answer."""
+    if event.logprobs is None or event.token is None or event.token in tokenizer.eos_ids:
+        return None
+    best = [_token(token, value, tokenizer) for token, value in event.logprobs.best]
+    return {**_token(event.token, event.logprobs.chosen, tokenizer), "top_logprobs": best}
+
+
+def _token(token: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
+    data = tokenizer.token_bytes(token)
+    return {"token": data.decode("utf-8", errors="replace"), "logprob": _finite(logprob), "bytes": list(data)}
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity."""
+    return max(logprob, -9999.0)
+
+
+class CompletionLogprobs:
+    """The `logprobs` of one choice of /v1/completions, token by token."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._offset = 0
+        self._entries: list[tuple[str, float, dict[str, float], int]] = []
+
+    def push(self, event: Event) -> None:
+        if event.logprobs is None or event.token is None or event.token in self._tokenizer.eos_ids:
+            return
+        text = self._tokenizer.decode([event.token])
+        best: dict[str, float] = {}
+        for token, value in event.logprobs.best:
+            best.setdefault(self._tokenizer.decode([token]), _finite(value))
+        self._entries.append((text, _finite(event.logprobs.chosen), best, self._offset))
+        self._offset += len(text)
+
+    def take(self) -> dict[str, Any]:
+        """What was pushed since the last time."""
+        entries, self._entries = self._entries, []
+        return {
+            "tokens": [e[0] for e in entries],
+            "token_logprobs": [e[1] for e in entries],
+            "top_logprobs": [e[2] for e in entries],
+            "text_offset": [e[3] for e in entries],
+        }

@@ -1,0 +1,117 @@
+"""Runs the server on a socket until a signal: uvicorn, and what SIGTERM means.
+
+Owns the process's signals while it runs. Never parses flags. Hazard: uvicorn's own signal handling would end the
+process by the signal; here the first signal ends it in order, and a second one at once.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from makeway.errors import UserError
+from makeway.server.app import Server
+
+logger = logging.getLogger("makeway.server")
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+MAX_CONNECTIONS = 4096
+KEEP_CONNECTION_S = 75
+EXTRA_S = 5.0  # for answers that were ended to be written
+
+
+class Uvicorn(uvicorn.Server):
+    """uvicorn without its signal handlers."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def make_uvicorn(server: Server) -> Uvicorn:
+    """uvicorn for this server's host and port; nothing is bound yet."""
+    config = server.config
+    return Uvicorn(
+        uvicorn.Config(
+            server.app,
+            host=config.host,
+            port=config.port,
+            http="h11",
+            ws="none",
+            lifespan="on",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            limit_concurrency=MAX_CONNECTIONS,
+            timeout_keep_alive=KEEP_CONNECTION_S,
+            timeout_graceful_shutdown=int(config.shutdown_s + EXTRA_S),
+        )
+    )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket; raises UserError when the address cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(1024)
+    except (OSError, OverflowError) as error:
+        sock.close()
+        raise UserError(f"cannot listen on {host} port {port}: {error}; choose another --host or --port") from error
+    return sock
+
+
+async def serve(server: Server, sock: socket.socket, *, on_ready: Callable[[], None]) -> int | None:
+    """Serves until a signal. Returns None after an orderly end, else the number of the signal that cut it short.
+
+    Raises what the first load of the model raised. Must run in the main thread, whose signals it takes.
+    """
+    http = make_uvicorn(server)
+    loop = asyncio.get_running_loop()
+    ending: asyncio.Task[None] | None = None
+    cut_short: int | None = None
+
+    def on_signal(number: int) -> None:
+        nonlocal ending, cut_short
+        http.should_exit = True
+        if ending is None:
+            logger.warning(
+                "stopping: requests have %g s to finish; a second signal stops at once", server.config.shutdown_s
+            )
+            ending = asyncio.ensure_future(server.loop.stop(server.config.shutdown_s))
+        else:
+            cut_short = number
+            server.loop.stop_now()
+            http.force_exit = True
+
+    for number in SIGNALS:
+        loop.add_signal_handler(number, on_signal, number)
+    serving = asyncio.ensure_future(http.serve(sockets=[sock]))
+    try:
+        while not http.started and not serving.done():
+            await asyncio.sleep(0.01)
+        loaded = asyncio.ensure_future(server.loop.loaded())
+        await asyncio.wait((loaded, serving), return_when=asyncio.FIRST_COMPLETED)
+        if loaded.done() and loaded.exception() is None:
+            on_ready()
+        elif not server.config.restart_on_failure or not loaded.done():
+            http.should_exit = True
+        await serving
+        if loaded.done():
+            error = loaded.exception()
+            if error is not None and not server.config.restart_on_failure:
+                raise error
+        else:
+            loaded.cancel()
+    finally:
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
+        if ending is not None:
+            ending.cancel()
+    return cut_short
