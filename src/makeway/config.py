@@ -58,6 +58,7 @@ class EngineConfig:
     chunk: int | None = None
     sweep_tokens: int | None = None
     handover: Handover = "auto"
+    prefix_ram: int | None = None
     max_prefill_s: float = 60.0
     trace: Path | None = None
     audit: bool = False
@@ -71,6 +72,7 @@ class EngineConfig:
             ("--context", self.context, 1),
             ("--parallel", self.parallel, 1),
             ("--slots", self.slots, 0),
+            ("--prefix-ram", self.prefix_ram, 0),
             ("--uploads-per-layer", self.uploads_per_layer, 0),
             ("--chunk", self.chunk, 1),
             ("--sweep-tokens", self.sweep_tokens, 1),

@@ -39,16 +39,20 @@ SweepTokensOption = Annotated[
     int | None, _engine("--sweep-tokens", "Prompt tokens of one pass over the layers. [auto]")
 ]
 HandoverOption = Annotated[str, _engine("--handover", "Lend slots to prompts: auto, never or always (all of them).")]
+PrefixRamOption = Annotated[
+    str | None, _engine("--prefix-ram", "Memory of the host that keeps what earlier prompts have read. [auto]")
+]
 MaxPrefillOption = Annotated[float, _engine("--max-prefill-s", "Longest time that answers wait for prompts.")]
 TraceOption = Annotated[Path | None, _engine("--trace", "Record routed experts in this file.")]
 AuditOption = Annotated[bool, _engine("--audit", "Compare every slot with the file after each hand-over.")]
 
 
-def engine_config(*, vram: str | None, ram: str | None, **settings: Any) -> EngineConfig:
+def engine_config(*, vram: str | None, ram: str | None, prefix_ram: str | None = None, **settings: Any) -> EngineConfig:
     """The configuration of a command's flags; raises UserError for a size or a value that cannot be."""
     return EngineConfig(
         vram=None if vram is None else parse_bytes(vram, "--vram"),
         ram=None if ram is None else parse_bytes(ram, "--ram"),
+        prefix_ram=None if prefix_ram is None else parse_bytes(prefix_ram, "--prefix-ram"),
         **settings,
     )
 

@@ -165,7 +165,7 @@ class Loop:
         reading, swing = self._reading, self._memory.swing
         assert reading is not None
         self.totals.n_prompt_tokens += reading.n_tokens
-        self._to_keep += reading.kept
+        self._to_keep += [point for point in reading.kept if point[0].id in self._sequences]
         if self.phase is Phase.PREFILL:
             swing.restore(reading.prompt_counts())
             swing.phases.to(Phase.DECODE if self.scheduler.n_decoding else Phase.IDLE)

@@ -5,7 +5,7 @@ expert and router run chunk by chunk, in order; then the routed experts run over
 Hazard: inside a sweep a sequence's length is still that before it; only a finished sweep advances it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from makeway.memory.arena import View
 from makeway.models import Model
 
 OnRouted = Callable[[int, "SweepPart", Tensor], None]
+OnMixed = Callable[[int, "SweepPart", int], None]
 
 
 @dataclass(frozen=True)
@@ -115,25 +116,31 @@ class Sweep:
         chunk: int,
         buffers: SweepBuffers | None = None,
         on_routed: OnRouted | None = None,
+        on_mixed: OnMixed | None = None,
         prefetch: Callable[[int], None] | None = None,
+        cuts: Sequence[Collection[int]] = (),
     ) -> None:
         """`buffers`: at least as many rows as there are tokens. `on_routed(layer, part, ids [n, k])` is told what
-        each layer routed, `prefetch(layer)` which layer's experts are needed next."""
+        each layer routed, `on_mixed(layer, part, n)` that a layer's mixer has read the first n tokens of a part,
+        `prefetch(layer)` which layer's experts are needed next. `cuts`, by part: after so many of its tokens a chunk
+        ends, wherever chunks of the usual size would."""
         assert parts
         assert chunk >= 1
-        self._model, self._experts, self._on_routed, self._prefetch = model, experts, on_routed, prefetch
+        self._model, self._experts, self._prefetch = model, experts, prefetch
+        self._on_routed, self._on_mixed = on_routed, on_mixed
         self.parts: list[SweepPart] = []
         self._chunks: list[tuple[SweepPart, slice, Batch]] = []
         self.n_tokens = 0
-        for sequence, tokens in parts:
+        for index, (sequence, tokens) in enumerate(parts):
             assert tokens
             part = SweepPart(sequence, tuple(tokens), self.n_tokens)
             self.parts.append(part)
-            for i in range(0, len(tokens), chunk):
-                piece = list(part.tokens[i : i + chunk])
-                first = part.first + i
-                batch = Batch.of([(sequence, piece)], device=model.device, offset=i)
-                self._chunks.append((part, slice(first, first + len(piece)), batch))
+            ends = {*range(chunk, len(tokens), chunk), *(cuts[index] if cuts else ()), len(tokens)}
+            start = 0
+            for end in sorted(ends):
+                batch = Batch.of([(sequence, list(part.tokens[start:end]))], device=model.device, offset=start)
+                self._chunks.append((part, slice(part.first + start, part.first + end), batch))
+                start = end
             self.n_tokens += len(tokens)
         self.buffers = buffers or SweepBuffers.allocate(model, self.n_tokens)
         assert self.buffers.x.shape[0] >= self.n_tokens
@@ -176,6 +183,8 @@ class Sweep:
                     h, moe = model.mix(layer, buffers.residual[rows], batch)
                     buffers.residual[rows] = h
                     buffers.put(rows, moe)
+                    if self._on_mixed is not None:
+                        self._on_mixed(layer, part, rows.stop - part.first)
                 self.n_done += 1
                 yield
             if self._on_routed is not None:

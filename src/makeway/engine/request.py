@@ -23,16 +23,20 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Timings:
-    """Counts and seconds of one request; `prompt_s` from the first prompt token computed to the first token out."""
+    """Counts and seconds of one request; `prompt_s` from the first prompt token computed to the first token out.
+
+    `n_cached`: prompt tokens that an earlier request had read.
+    """
 
     n_prompt: int
     n_answer: int
     prompt_s: float
     answer_s: float
+    n_cached: int = 0
 
     @property
     def prompt_tokens_per_s(self) -> float:
-        return self.n_prompt / self.prompt_s if self.prompt_s > 0 else 0.0
+        return (self.n_prompt - self.n_cached) / self.prompt_s if self.prompt_s > 0 else 0.0
 
     @property
     def answer_tokens_per_s(self) -> float:
@@ -73,6 +77,7 @@ class Request:
     max_tokens: int
     grammar: GrammarState | None = None  # follows the answer token by token
     n_read: int = 0  # tokens in memory; during an answer it follows the steps
+    n_cached: int = 0  # of them, those that an earlier request had read
     n_lost: int = 0  # times its memory was taken for others
     started_s: float = 0.0
     first_token_s: float = 0.0
@@ -100,4 +105,5 @@ class Request:
 
     def timings(self) -> Timings:
         prompt_s = max(0.0, self.first_token_s - self.started_s)
-        return Timings(self.n_prompt, self.n_answer, prompt_s, max(0.0, self.last_token_s - self.first_token_s))
+        answer_s = max(0.0, self.last_token_s - self.first_token_s)
+        return Timings(self.n_prompt, self.n_answer, prompt_s, answer_s, self.n_cached)

@@ -70,6 +70,13 @@ def status_document(memory: EngineMemory, loop: Loop, *, kernels: str, file: GGU
             "is_refilling": swing.is_refilling,
             "last": None if swing.last is None else asdict(swing.last),
         },
+        "prefixes": {
+            "bytes": memory.prefixes.nbytes,
+            "budget_bytes": memory.prefixes.budget_bytes,
+            "n": len(memory.prefixes),
+            "hits": memory.prefixes.n_hits,
+            "hit_tokens": memory.prefixes.n_hit_tokens,
+        },
         "n_waiting": len(loop.scheduler.waiting),
         "n_running": len(loop.scheduler.running),
         **asdict(totals),

@@ -27,6 +27,7 @@ TILE_ROWS_PER_EXPERT = 256  # (token, expert) rows of MoE scratch per expert of 
 SHORT_PIECE = 8  # experts of a piece when nothing is lent: 24 MiB at Flash-Next, link rate is reached
 DEFAULT_RESERVE_BYTES = 768 * MIB
 """VRAM left to the driver context, cuBLAS, graph pools and compiled kernels on a GPU (CPU: pass 0)."""
+DEFAULT_PREFIX_BYTES = 2 * GIB  # RAM for what earlier requests have read
 DEFAULT_HOST_RESERVE_BYTES = 4 * GIB
 """RAM left to the operating system, Python, torch and CUDA's host side."""
 
@@ -37,7 +38,7 @@ class PlanRequest:
 
     `context`: most tokens of one sequence, and of all KV together (one pool for all sequences).
     `chunk`, `slots` (per layer), `sweep_tokens`: explicit values are reserved before anything is chosen.
-    `reserve_bytes` of VRAM and `host_reserve_bytes` of RAM stay unplanned. `copy_all_tokens`: from so many
+    `prefix_bytes` of RAM keep what earlier requests have read. `reserve_bytes` of VRAM and `host_reserve_bytes` of RAM stay unplanned. `copy_all_tokens`: from so many
     tokens a sweep copies all non-resident experts. `uploads_per_layer`: kept misses per layer and step,
     so spares per set; two sets exist.
     """
@@ -55,6 +56,7 @@ class PlanRequest:
     uploads_per_layer: int = 2
     kv_block_tokens: int = 64
     copy_all_tokens: int | None = None
+    prefix_bytes: int = DEFAULT_PREFIX_BYTES
     reserve_bytes: int = DEFAULT_RESERVE_BYTES
     host_reserve_bytes: int = DEFAULT_HOST_RESERVE_BYTES
 
@@ -70,6 +72,7 @@ class PlanRequest:
             "--sweep-tokens": (self.sweep_tokens, 1),
             "--uploads-per-layer": (self.uploads_per_layer, 0),
             "--ram": (self.ram_bytes, 0),
+            "--prefix-ram": (self.prefix_bytes, 0),
             "KV block": (self.kv_block_tokens, 1),
             "copy-all threshold": (self.copy_all_tokens, 0),
             "reserve": (min(self.reserve_bytes, self.host_reserve_bytes), 0),
@@ -350,6 +353,7 @@ class Sizes:
             ("experts (pinned)", experts, "--ram"),
             ("weights kept on the host", embeddings, "--ram"),
             ("staging (pinned)", staging, "--context"),
+            ("prefixes of earlier prompts", request.prefix_bytes, "--prefix-ram"),
             ("left to the system", request.host_reserve_bytes, "--ram"),
         ]
         return tuple(part for part in parts if part[1] > 0)
