@@ -10,6 +10,7 @@ import pytest
 import torch
 from bench.policy_replay import replay
 
+from bench import synth as script
 from makeway import Engine, EngineConfig, SamplingParams, UserError
 from makeway.bench.shapes import SHAPES
 from makeway.bench.synth import in_memory, synthesize, write_model
@@ -149,3 +150,31 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
     model = synthesize(SHAPES["tiny-qwen3"])
     with pytest.raises(UserError, match=r"absent.*cannot be written"):
         write_model(model, tmp_path / "absent" / "x.gguf")
+
+
+def test_the_script_writes_what_was_asked_for(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "model.gguf"
+    flags = {
+        "--shape": "tiny-flash-next",
+        "--layers": 2,
+        "--ple-rows": 2048,
+        "--skew": 0.4,
+        "--locality": 0.25,
+        "--seed": 3,
+    }
+    words = [str(part) for flag in flags.items() for part in flag]
+    monkeypatch.setattr("sys.argv", ["synth.py", str(path), "--mtp", *words])
+    assert script.main() == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["n_bytes"] == path.stat().st_size
+    shape = replace(SHAPES["tiny-flash-next"], n_layers=2, n_draft=1, ple_rows=2048)
+    with open_gguf(path) as file, in_memory(synthesize(shape, Knobs(skew=0.4, locality=0.25, seed=3))) as memory:
+        assert list(file.tensors) == list(memory.tensors)
+        for tensor in ("token_embd.weight", "blk.1.ffn_gate_inp.weight", "per_layer_token_embd.weight"):
+            assert np.array_equal(file.bytes_of(tensor), memory.bytes_of(tensor))
+    for wrong, message in (
+        (["--shape", "tiny-qwen3", "--mtp"], "neither MTP nor PLE"),
+        (["--locality", "2"], "locality"),
+    ):
+        monkeypatch.setattr("sys.argv", ["synth.py", str(path), *wrong])
+        assert script.main() == 2
+        assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Writes small GGUF files for tests: good ones with `write_gguf`, and bad ones piece by piece.
+"""Writes GGUF files for benches and tests: good small ones with `write_gguf`, and headers piece by piece, bad ones too.
 
 Owns the encoding of headers; never reads a file and shares no code with the reader but the type table.
 Hazard: `write_gguf` writes what it is told, also tensor bytes of a wrong length; the reader's tests rely on it.

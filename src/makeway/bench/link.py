@@ -51,6 +51,7 @@ def bench_link(report: Report, *, device: str = "auto", repeats: int = 7, host_b
             report.remarks.append("no Triton: kernel reads of host memory were not measured, so there are no rates")
         else:
             report.figures += kernel_reads(words, target.view(torch.int64), repeats=repeats)
+            report.kernels = ("triton: copy from host memory",)
         report.figures += device_rates(target, repeats=repeats)
     finally:
         torch.cuda.synchronize()

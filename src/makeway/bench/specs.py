@@ -2,8 +2,8 @@
 
 Owns the sizes of values; never makes a byte (`blocks.py`, `synth.py`) or names an architecture (`shapes.py`).
 Hazard: values must keep activations near 1 through any depth. Matrices that read have a standard deviation of
-1 / sqrt(inputs); matrices that write to the residual `WRITE` / sqrt(inputs), so that 96 of them add as much energy
-as the embedding; gammas are near 1, or 2 where a sigmoid of about 1/2 follows (hyper-connections, GDN's gate).
+1 / sqrt(inputs); matrices that write to the residual `WRITE` / sqrt(inputs), so that 96 of them add less energy than
+the embedding has; gammas are near 1, or 2 where a sigmoid of about 1/2 follows (hyper-connections, GDN's gate).
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias
 
 from makeway.gguf import GGMLType as T
 
-WRITE = 0.2
+WRITE = 0.1  # at 0.2 the residual of layer 48 holds so little of the token that hit rates fall by 14 points
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class Knobs:
     skew: float = 0.0
     locality: float = 0.5
     n_topics: int = 64
-    pull: float = 28.0
+    pull: float = 20.0
     seed: int = 0
 
     def __post_init__(self) -> None:
