@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from makeway.errors import UserError
-from makeway.kv import KVCache, KVShape, Places, SequenceState, StatePool, StateShape, StateShapes
+from makeway.kv import KVCache, KVShape, SequenceState, StatePool, StateShape, StateShapes
 from tests.conftest import golden_path
 from tests.models.runner import CPU, Runner
 
@@ -16,19 +16,6 @@ def pool(n_places=2, **options):
         ple={1: (9, 11)},
     )
     return StatePool(shapes, n_places, device=CPU, **options)
-
-
-def test_places_are_given_once_and_come_back():
-    places = Places(3)
-    taken = [places.take() for _ in range(3)]
-    assert sorted(taken) == [0, 1, 2]
-    with pytest.raises(UserError, match="--parallel"):
-        places.take()
-    places.give_back(taken[1])
-    assert places.n_free == 1
-    with pytest.raises(AssertionError, match="not in use"):
-        places.give_back(taken[1])
-    assert places.take() == taken[1]
 
 
 def test_a_pool_takes_what_its_shapes_say_and_lies_in_its_room():

@@ -1,6 +1,6 @@
 """The promise "exact": every position of every golden model against transformers and llama.cpp."""
 
-import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ import torch
 from makeway.kernels import REFERENCE
 from makeway.kernels.reference_attention import allowed_keys
 from makeway.kv import Batch
-from makeway.layers.ple import ple
+from makeway.layers.ple import gather, ple
 from makeway.models.base import run_layer, run_trunk
 from tests.conftest import golden_arrays, golden_path
 from tests.models.runner import CPU, Runner
@@ -131,7 +131,7 @@ def test_sparse_selection_equals_transformers():
         seen.append(allowed_keys(selected, rows.positions, n_keys=rows.max_keys, ratio=kv.indexer[2]))
         return REFERENCE.attend(q, kv, rows=rows, selected=selected)
 
-    runner = Runner(golden_path("qwen4exp-base-bf16.gguf"), ops=dataclasses.replace(REFERENCE, attend=attend))
+    runner = Runner(golden_path("qwen4exp-base-bf16.gguf"), ops=replace(REFERENCE, attend=attend))
     tokens = [int(t) for t in reference["tokens"]]
     runner.logits(tokens)
     layers = sorted(k for k in runner.facts.kv_shapes if k < runner.facts.n_layers)
@@ -165,6 +165,14 @@ def test_ple_rows_and_output_equal_transformers():
     out = ple(REFERENCE, weights, hashes, layer=layer, h=h, batch=batch, eps=runner.facts.eps)
     got = out.reshape(len(tokens), -1)[:48].numpy()
     assert np.abs(got - reference["ple_out"]).max() <= LIMIT
+    # The same from rows that were fetched ahead of the pass.
+    again = runner.sequence()
+    again.reserve(len(tokens))
+    batch = Batch.of([(again, tokens)], device=CPU)
+    ahead = replace(batch, gathered={layer: gather(weights.table, hashes, layer=layer, batch=batch)})
+    got = ple(REFERENCE, weights, hashes, layer=layer, h=h, batch=ahead, eps=runner.facts.eps)
+    assert torch.equal(got, out)
+    assert again.state.windows == sequence.state.windows
 
 
 @pytest.mark.parametrize("name", ["qwen35moe-base", "qwen4exp-base"])

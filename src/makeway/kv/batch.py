@@ -4,7 +4,8 @@ Owns nothing. Never mixes sequences: a segment is a run of consecutive tokens of
 Hazard: positions are absolute and count from the sequence's first token.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -33,7 +34,8 @@ class Segment:
 class Batch:
     """tokens int64 [n] on the device, host_tokens the same as integers; `rows` tells kernels whose rows they are.
 
-    All sequences live in one `cache` and one pool of `states`.
+    All sequences live in one `cache` and one pool of `states`. `gathered`: rows of n-gram tables that were fetched
+    ahead, f32 [n, width] on the device by layer (a captured graph needs them there); others are read when needed.
     """
 
     tokens: Tensor
@@ -42,6 +44,7 @@ class Batch:
     rows: Rows
     cache: KVCache
     states: StatePool
+    gathered: Mapping[int, Tensor] = field(default_factory=dict)
 
     @property
     def positions(self) -> Tensor:

@@ -66,9 +66,12 @@ class PleWeights:
 
 
 def ple(ops: Ops, w: PleWeights, hashes: PleHash, *, layer: int, h: Tensor, batch: Batch, eps: float) -> Tensor:
-    """What is added to the residual h f32 [n, streams, hidden]; moves each sequence's window and tail on."""
+    """What is added to the residual h f32 [n, streams, hidden]; moves each sequence's tail on, and its window
+    unless the table's rows were gathered ahead."""
     n, n_streams, hidden = h.shape
-    embedded = gather(w.table, hashes, layer=layer, batch=batch).to(h.device)
+    embedded = batch.gathered.get(layer)
+    if embedded is None:
+        embedded = gather(w.table, hashes, layer=layer, batch=batch).to(h.device)
     key = stream_norm(ops, ops.linear(embedded, w.key).view(n, n_streams, hidden), w.norm_key, eps)
     query = stream_norm(ops, h, w.norm_query, eps)
     dot = (key * query).sum(-1) * hidden**-0.5
