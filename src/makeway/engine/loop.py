@@ -13,6 +13,7 @@ import torch
 from makeway.config import EngineConfig
 from makeway.engine import sampler
 from makeway.engine.answer import Answer
+from makeway.engine.decode import DecodeStep
 from makeway.engine.memory import EngineMemory
 from makeway.engine.phases import Phase
 from makeway.engine.prefill import Sweep, SweepBuffers
@@ -20,13 +21,10 @@ from makeway.engine.reading import Reading
 from makeway.engine.request import Event, Request
 from makeway.engine.scheduler import Scheduler
 from makeway.errors import EngineFailed, UserError
-from makeway.experts.executors import Experts
 from makeway.experts.policies import PromptCounts
 from makeway.experts.recorder import Recorder
-from makeway.experts.routed import RoutedInput
 from makeway.experts.trace import TraceHeader, TraceWriter
-from makeway.kv import BLOCK_TOKENS, Batch, RecurrentState, SequenceState, blocks_for
-from makeway.models.base import run_trunk
+from makeway.kv import BLOCK_TOKENS, RecurrentState, SequenceState, blocks_for
 
 
 @dataclass
@@ -58,6 +56,7 @@ class Loop:
         self._answers_first_until_s = 0.0
         self._answers_first_steps = 0  # and until so many steps were made
         self._recorder: Recorder | None = after._recorder if after is not None else self._open_trace()
+        self._steps = DecodeStep(memory, self._recorder)
 
     @property
     def phase(self) -> Phase:
@@ -110,7 +109,7 @@ class Loop:
 
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """Logits f32 [n, vocab] after each token of a fresh sequence, read by the same hand-over as a prompt."""
-        if self.scheduler.busy:
+        if self.scheduler.busy or self._reading is not None:
             raise UserError("logits() needs an engine without requests; wait for them to finish")
         if self.phase is Phase.FAILED:
             raise EngineFailed(f"the engine failed ({self.failure}); rebuild() brings it back")
@@ -193,24 +192,18 @@ class Loop:
 
     def _decode(self) -> list[Event]:
         """A token of every answer whose turn it is."""
-        swing, memory = self._memory.swing, self._memory
-        requests = self._with_room(self.scheduler.decoding(memory.plan.rows))
+        requests = self._with_room(self.scheduler.decoding(self._memory.plan.rows))
         if not requests:
             self._rest()
             return []
-        assert swing.decode is not None
         parts = [(self._sequences[r.id], r.tokens[-1:]) for r in requests]
-        batch = Batch.of(parts, device=memory.device.torch_device)
-        h = run_trunk(memory.model, self._watched(swing.decode, requests), batch)
-        swing.decode.end_step()
+        rows = self._steps.run(parts, names=[r.id for r in requests])
+        self._steps.end()
         self.totals.n_steps += 1
-        logits = memory.model.head(h)
         events: list[Event] = []
-        for i, (r, row) in enumerate(zip(requests, logits, strict=True)):
+        for r, row in zip(requests, rows.logits, strict=True):
             r.n_read += 1
             self._keep_answer(r)
-            if self._recorder is not None:
-                self._recorder.write(i, "decode", sequence=r.id)
             events += self._sample(r, row)
         self._rest()
         return events
@@ -235,19 +228,6 @@ class Loop:
             else:
                 sequence.reserve(1)
         return [r for r in requests if r.id in self._sequences]
-
-    def _watched(self, experts: Experts, requests: list[Request]) -> Experts:
-        """The executor, and the trace that looks over its shoulder."""
-        recorder = self._recorder
-        if recorder is None:
-            return experts
-
-        def run(layer: int, moe: RoutedInput) -> None:
-            for i in range(len(requests)):
-                recorder.add(i, layer, moe.ids[i : i + 1])
-            experts(layer, moe)
-
-        return run
 
     def _sample(self, request: Request, row: torch.Tensor) -> list[Event]:
         """Chooses the next token of a request from logits [vocab]; ends the request when it is its last, and with an

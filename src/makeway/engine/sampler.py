@@ -88,7 +88,7 @@ def choose(
         return int(np.argmax(values))
     ids, p = probabilities(values, params)
     index = int(np.searchsorted(np.cumsum(p), uniform(seed, position), side="right"))
-    return int(ids[min(index, np.count_nonzero(p) - 1)])  # the sum of p may end below 1; what is banned has p = 0
+    return int(ids[min(index, int(np.count_nonzero(p)) - 1)])  # the sum of p may end below 1; what is banned has p = 0
 
 
 def logprobs(logits: NDArray[np.float32], token: int, *, n_best: int) -> TokenLogprobs:
