@@ -160,6 +160,15 @@ def test_a_token_outside_the_mask_is_refused_and_changes_nothing(tokenizer, voca
     assert set(np.flatnonzero(state.mask())) == tokenizer.eos_ids
 
 
+def test_a_grammar_that_gets_lost_is_the_users_fault(vocabulary):
+    """Without an end the forced text is endless, which llguidance finds out on the way."""
+    state = Grammar("gbnf", 'root ::= "x" root').compile(vocabulary).start()
+    with pytest.raises(UserError, match=r"cannot be followed after 0 tokens: .*Too many items"):
+        state.accept(int(np.flatnonzero(state.mask())[0]))
+    with pytest.raises(UserError, match="cannot be followed"):
+        state.mask()
+
+
 @pytest.mark.parametrize("reasoning", ["open", "optional"])
 def test_reasoning_may_come_first(tokenizer, vocabulary, reasoning):
     compiled = Grammar("json_object", reasoning=reasoning).compile(vocabulary)
@@ -199,9 +208,9 @@ def test_reasoning_may_come_first(tokenizer, vocabulary, reasoning):
         ("regex", "a(?=b)", "column 2: look-around"),
         ("regex", "\ud800", "surrogate"),
         ("regex", "a" * 300_000, "300000 bytes"),
-        ("gbnf", 'root ::= "a" nope', "'nope' not found"),
+        ("gbnf", 'root ::= "a" nope', "column 14: there is no rule 'nope'"),
         ("gbnf", 'root ::= "a"\nx = "b"', "line 2"),
-        ("gbnf", 'x ::= "a"', "No 'root' rule"),
+        ("gbnf", 'x ::= "a"', "no rule 'root'"),
         ("gbnf", "root ::= <[3]>", "line 1"),
         ("gbnf", "root ::= " + "(" * 5000, "groups"),
         ("lark", 'start: "a"\nx: @', "line 2, column"),

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
-from llguidance.gbnf_to_lark import gbnf_to_lark
 from numpy.typing import NDArray
 
 from makeway.errors import EngineFailed, UserError
+from makeway.text.gbnf import gbnf_to_lark
 from makeway.text.grammar_faults import check_bytes, check_rules, check_schema_size, reason_of, schema_path
 from makeway.text.tokenizer import Tokenizer
 
@@ -81,8 +81,8 @@ class Grammar:
 
     reasoning: what may come before the answer: "open" when the prompt ends inside `<think>`, so that everything is
     allowed up to `</think>`; "optional" when the model may open `<think>` itself.
-    GBNF rules made of characters alone become tokens that match as much as they can (llguidance's lexer), so
-    `[a-z]+ "a"` spread over two such rules never ends; write the two as one.
+    Lark's tokens, and GBNF's rules made of characters alone, match as much as they can (llguidance's lexer): in
+    `root ::= word "a"` a `word ::= [a-z]+` leaves no "a" to match; write `root ::= [a-z]+ "a"`.
     """
 
     kind: GrammarKind
@@ -131,7 +131,7 @@ class Grammar:
                 }
             case "gbnf":
                 check_rules(self.source, "::=", name=self._name)
-                return {"lark_grammar": self._lark()}
+                return {"lark_grammar": gbnf_to_lark(self.source)}
             case "lark":
                 if not self.is_generated:
                     check_rules(self.source, ":", name=self._name)
@@ -147,14 +147,6 @@ class Grammar:
         check_schema_size(schema)
         check_bytes(json.dumps(schema, ensure_ascii=False), name=self._name)  # escaped ones are seen only now
         return schema
-
-    def _lark(self) -> str:
-        try:
-            return gbnf_to_lark(self.source)
-        except RecursionError as error:
-            raise UserError("the GBNF grammar is nested too deeply") from error
-        except Exception as error:  # it raises bare ones
-            raise UserError(f"the GBNF grammar is wrong or not supported: {error}") from error
 
     def _fault(self, report: str) -> UserError:
         where = ""
@@ -205,16 +197,18 @@ class GrammarState:
             return mask
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():  # the mask then allows the end, which would pass for a complete answer
-            reason = reason_of(self._matcher.get_error(), kind="lark")
-            raise UserError(f"the grammar cannot be followed after {self._n_accepted} tokens: {reason}")
+            raise self._stuck()
         mask[:n_tokens] = np.unpackbits(bits, count=n_tokens, bitorder="little")
         if not mask.any():
             raise UserError(f"the grammar allows nothing more after {self._n_accepted} tokens, not even the end")
         return mask
 
     def accept(self, token: int) -> None:
-        """Go on by one token. Raises EngineFailed for a token that `mask` does not allow; the state is as before."""
+        """Go on by one token. Raises EngineFailed for a token that `mask` does not allow, and the state is as before;
+        UserError when the grammar grew too complex."""
         if not self._try_accept(token):
+            if self._matcher.is_error():
+                raise self._stuck()
             raise EngineFailed(f"token {token} is not what the grammar allows after {self._n_accepted} tokens")
         self._n_accepted += 1
 
@@ -225,6 +219,10 @@ class GrammarState:
             self._has_ended = self._matcher.is_accepting()
             return self._has_ended
         return self._matcher.try_consume_tokens([token]) == 1
+
+    def _stuck(self) -> UserError:
+        reason = reason_of(self._matcher.get_error(), kind="lark")
+        return UserError(f"the grammar cannot be followed after {self._n_accepted} tokens: {reason}")
 
     @property
     def is_done(self) -> bool:
