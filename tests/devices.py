@@ -155,6 +155,9 @@ class OrderedDevice(CpuDevice):
         assert not any(_overlap(span, copy) for copy in self._copies[self._n_copies_awaited :]), "bytes read too early"
         self._reads.append(span)
 
+    def synchronize(self):
+        self._n_copies_awaited, self._n_reads_awaited = len(self._copies), len(self._reads)
+
     def record_copies(self):
         return _OrderedEvent(self, len(self._copies), 0)
 

@@ -33,7 +33,14 @@ def tight(batch_bytes=1):
 
 def open_engine(file=QWEN4EXP, *, device=None, **config):
     """An engine that has the least memory for its slots."""
-    config = {"device": "cpu", "context": 128, "parallel": 3, "slots": 2, "uploads_per_layer": 1} | config
+    config = {
+        "device": "cpu",
+        "context": 128,
+        "parallel": 3,
+        "slots": 2,
+        "uploads_per_layer": 1,
+        "prefix_ram": 0,
+    } | config
     return Engine(golden_path(file), EngineConfig(**config), device=device or LazyDevice())
 
 
@@ -91,6 +98,12 @@ def routed_alone(file, tokens):
     return np.stack([runner.routed(layer) for layer in range(runner.facts.n_layers)], axis=1)
 
 
+@cache
+def logits_alone(file, tokens):
+    """Logits [n, vocab] of a plain pass over tokens."""
+    return _runner(file).logits(list(tokens))
+
+
 def said(events, request_id):
     """(token, log-probabilities) of a request's answer so far."""
     return [(e.token, e.logprobs) for e in events if e.request_id == request_id and e.kind == "token"]
@@ -121,3 +134,64 @@ def check_idle(engine):
     assert memory.states.places.n_free == memory.states.places.n_places
     memory.swing.cache.audit()
     assert memory.swing.lending is None
+
+
+class LateFlaky(LazyDevice):
+    """Copies are as late as they may be, and call number `fail_at` since `arm` raises, once."""
+
+    def __init__(self, vram_bytes=None, *, fault=RuntimeError):
+        super().__init__(vram_bytes)
+        self.fault, self.n_calls, self.fail_at = fault, 0, None
+
+    def arm(self, fail_at):
+        self.n_calls, self.fail_at = 0, fail_at
+
+    def tick(self, what):
+        self.n_calls += 1
+        if self.n_calls == self.fail_at:
+            raise self.fault(f"call {self.n_calls} ({what}) fails")
+
+    def alloc(self, n_bytes):
+        self.tick("alloc")
+        return super().alloc(n_bytes)
+
+    def host_alloc(self, n_bytes):
+        self.tick("host_alloc")
+        return super().host_alloc(n_bytes)
+
+    def copy(self, target, source):
+        self.tick("copy")
+        super().copy(target, source)
+
+    def record_copies(self):
+        self.tick("record copies")
+        return _LateFlakyEvent(self, super().record_copies())
+
+    def record_compute(self):
+        self.tick("record compute")
+        return _LateFlakyEvent(self, super().record_compute())
+
+    def compute_waits(self, event):
+        self.tick("compute waits")
+        event.event.wait()
+
+    def copies_wait(self, event):
+        self.tick("copies wait")
+        event.event.wait()
+
+    def synchronize(self):
+        self.tick("synchronize")
+        super().synchronize()
+
+
+class _LateFlakyEvent:
+    def __init__(self, device, event):
+        self.device, self.event = device, event
+
+    def is_done(self):
+        self.device.tick("is_done")
+        return self.event.is_done()
+
+    def wait(self):
+        self.device.tick("wait")
+        self.event.wait()

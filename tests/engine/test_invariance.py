@@ -14,6 +14,7 @@ FACTORS = {
     "handover": ("never", "auto", "always"),
     "chunk": (1, 7, None),
     "sweep_tokens": (None, 20, 7),
+    "prefix_ram": (0, None),
 }
 N_ANSWER = 6
 LONG = (61, 62, 61, 9)  # each of three answers grows into a second block of 64 tokens; together there are five
