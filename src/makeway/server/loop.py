@@ -25,6 +25,7 @@ logger = logging.getLogger("makeway.server")
 
 MAX_OUTGOING = 65536  # events that asyncio has not taken yet; then the engine waits
 STATUS_EVERY_S = 0.25
+FIRST_RESTART_DELAY_S = 0.25
 MAX_RESTART_DELAY_S = 60.0
 SHUTTING_DOWN = Failure("the server is shutting down", code="shutting_down")
 
@@ -165,7 +166,7 @@ class EngineLoop:
     # ---- the engine thread ----
 
     def _main(self) -> None:
-        delay_s = 1.0
+        delay_s = FIRST_RESTART_DELAY_S
         try:
             while not self._ending:
                 started_s = time.monotonic()
@@ -181,7 +182,7 @@ class EngineLoop:
                     self._fail(error)
                 if not self._restart:
                     return
-                delay_s = 1.0 if time.monotonic() - started_s > MAX_RESTART_DELAY_S else delay_s
+                delay_s = FIRST_RESTART_DELAY_S if time.monotonic() - started_s > MAX_RESTART_DELAY_S else delay_s
                 with self._lock:
                     self._wake.wait_for(lambda: self._ending, timeout=delay_s)
                     self._set_health("loading", n_more_restarts=1)
