@@ -186,7 +186,8 @@ class GrammarState:
 
     def mask(self) -> NDArray[np.bool_]:
         """bool [n_vocab]: the tokens that may come next, at least one; the ends of an answer exactly where the grammar
-        may end, other control tokens and padding never.
+        may end, padding never, other control tokens only where a Lark grammar names them. Text that is forced is
+        offered as the tokenizer would cut it.
 
         Raises UserError when the grammar leads nowhere from here or grew too complex for llguidance's limits.
         """
