@@ -1,7 +1,7 @@
 """The executor of decode: hits run from their slots, misses are fetched, and the policy follows one step behind.
 
-Owns what the last two steps routed and which spares they filled. Never waits for the policy: a step's misses are kept
-or dropped after the step behind it, and only what is published is ever a hit.
+Owns what the running step routed and which spares it filled. Never waits for the policy: a step's misses are kept or
+dropped after the step behind it, and only what is published is ever a hit.
 Hazard: `end_step` closes a step and `settle` must come before slots are lent, or a kept spare would be lost.
 """
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from makeway.errors import EngineFailed
 from makeway.experts.cache import ExpertCache
 from makeway.experts.executors import add_expert
+from makeway.experts.follower import Follower
 from makeway.experts.routed import RoutedInput
 from makeway.experts.slots import NONE
 from makeway.experts.store import Weights, used_experts
@@ -24,7 +25,6 @@ from makeway.memory.arena import View
 class _Step:
     """What one step routed, ids by layer, and the experts in its spare set [layers, spares], -1 none."""
 
-    spare_set: int
     fetched: NDArray[np.int32]
     routed: dict[int, list[NDArray[np.integer]]] = field(default_factory=dict)
 
@@ -39,10 +39,8 @@ class CachedExperts:
         self._cache = cache
         self._ops = ops
         self._transient = transient
-        table = cache.table
-        self._wanted = cache.policy.wanted(table.is_published(), n_free=table.n_free())
-        self._late: _Step | None = None
-        self._step = self._new_step(0)
+        self._follower = Follower(cache)
+        self._step = self._new_step()
 
     def __call__(self, layer: int, moe: RoutedInput) -> None:
         cache, step = self._cache, self._step
@@ -76,14 +74,20 @@ class CachedExperts:
 
     def end_step(self) -> None:
         """The step is complete: decide about the one before it, whose spare set the next step fills again."""
-        self._decide()
-        self._late, self._step = self._step, self._new_step(1 - self._step.spare_set)
+        step, self._step = self._step, self._new_step()
+        routed = {layer: np.concatenate(parts) for layer, parts in step.routed.items()}
+        shape = (self._cache.table.n_layers, max((r.size for r in routed.values()), default=0))
+        ids = np.full(shape, NONE, dtype=np.int64)
+        for layer, row in routed.items():
+            ids[layer, : row.size] = row
+        self._follower.decide()
+        self._follower.end_step(step.fetched, ids)
 
     def settle(self) -> None:
         """Between steps: decide about the last one now, so that nothing waits when slots are lent."""
         if self._step.routed:
             raise EngineFailed("experts settle between steps, and a step is open")
-        self._decide()
+        self._follower.decide()
 
     def _run(self, moe: RoutedInput, ready: list[tuple[int, Weights]], *, n_fetched: int) -> None:
         if n_fetched:
@@ -95,36 +99,18 @@ class CachedExperts:
         """A wanted miss goes to a spare of this step, at most once: which one, None for the transient region."""
         fetched = self._step.fetched[layer]
         free = np.flatnonzero(fetched == NONE)
-        if not self._wanted[layer, expert] or free.size == 0 or expert in fetched:
+        if not self._follower.wanted[layer, expert] or free.size == 0 or expert in fetched:
             return None
         return int(free[0])
 
     def _fetch_into_spare(self, layer: int, expert: int, *, spare: int) -> Weights:
         step, cache = self._step, self._cache
-        slot = int(cache.table.spares[step.spare_set, layer, spare])
+        slot = int(cache.table.spares[self._follower.spare_set, layer, spare])
         cache.table.fill(layer, slot, expert)
         weights = cache.fetch(layer, expert, cache.slot_bytes(layer, slot))
         step.fetched[layer, spare] = expert  # only now: a spare whose copy failed is never kept
         return weights
 
-    def _decide(self) -> None:
-        """Show the late step to the policy, publish what it keeps, and take the next wanted bitmap."""
-        if self._late is None:
-            return
-        late, self._late = self._late, None
-        policy, table, counters = self._cache.policy, self._cache.table, self._cache.counters
-        routed = {layer: np.concatenate(parts) for layer, parts in late.routed.items()}
-        ids = np.full((table.n_layers, max((r.size for r in routed.values()), default=0)), NONE, dtype=np.int64)
-        for layer, row in routed.items():
-            ids[layer, : row.size] = row
-        policy.observe(ids)
-        kept = policy.decide(late.fetched, table.is_published(), n_free=table.n_free())
-        table.keep(late.spare_set, kept.layers, kept.spares, victims=kept.victims)
-        counters.uploads += kept.layers.size
-        counters.upload_bytes += sum(self._cache.plan.layers[layer].expert_bytes for layer in kept.layers.tolist())
-        counters.evictions += int((kept.victims != NONE).sum())
-        self._wanted = policy.wanted(table.is_published(), n_free=table.n_free())
-
-    def _new_step(self, spare_set: int) -> _Step:
+    def _new_step(self) -> _Step:
         table = self._cache.table
-        return _Step(spare_set, np.full((table.n_layers, table.n_spares_per_set), NONE, dtype=np.int32))
+        return _Step(np.full((table.n_layers, table.n_spares_per_set), NONE, dtype=np.int32))

@@ -1,0 +1,56 @@
+"""The policy of decode, one step behind: what the step before the last one fetched is kept or dropped.
+
+Owns the step that waits for its decision, which spare set is filled next, and the wanted bitmap. Never copies.
+Hazard: two spare sets take turns, so a set is filled again only after the policy has decided about it: `decide` must
+come between two steps.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from makeway.experts.cache import ExpertCache
+from makeway.experts.slots import NONE
+
+
+@dataclass(frozen=True)
+class _Late:
+    spare_set: int
+    fetched: NDArray[np.int32]
+    routed: NDArray[np.int64]
+
+
+class Follower:
+    """`wanted` bool [layers, experts]: misses that should take a spare. `spare_set`: the set that this step fills."""
+
+    def __init__(self, cache: ExpertCache) -> None:
+        self._cache = cache
+        self._late: _Late | None = None
+        self.spare_set = 0
+        self.wanted = self._wish()
+
+    def decide(self) -> None:
+        """Show the late step to the policy, publish what it keeps, and take the next wanted bitmap."""
+        if self._late is None:
+            return
+        late, self._late = self._late, None
+        policy, table, counters = self._cache.policy, self._cache.table, self._cache.counters
+        policy.observe(late.routed)
+        kept = policy.decide(late.fetched, table.is_published(), n_free=table.n_free())
+        table.keep(late.spare_set, kept.layers, kept.spares, victims=kept.victims)
+        counters.uploads += kept.layers.size
+        counters.upload_bytes += sum(self._cache.plan.layers[layer].expert_bytes for layer in kept.layers.tolist())
+        counters.evictions += int((kept.victims != NONE).sum())
+        self.wanted = self._wish()
+
+    def end_step(self, fetched: NDArray[np.int32], routed: NDArray[np.int64]) -> None:
+        """The step is complete; its decision waits. fetched [layers, spares]: the experts in the spare set, -1 none;
+        routed [layers, any]: ids, -1 none."""
+        assert self._late is None, "decide comes between two steps"
+        self._late = _Late(self.spare_set, fetched, routed)
+        self.spare_set = 1 - self.spare_set
+
+    def _wish(self) -> NDArray[np.bool_]:
+        table = self._cache.table
+        return self._cache.policy.wanted(table.is_published(), n_free=table.n_free())
