@@ -6,12 +6,21 @@ from makeway.device import CpuDevice
 
 
 class RecordingDevice(CpuDevice):
-    """Tallies every copy on its own: source address -> times copied, and all bytes."""
+    """Tallies on its own: source address -> times copied, all bytes copied, and every allocation of either memory."""
 
     def __init__(self, vram_bytes=None):
         super().__init__(vram_bytes)
         self.sources = {}
         self.tally = 0
+        self.allocated, self.host_memories = [], []
+
+    def alloc(self, n_bytes):
+        self.allocated.append(n_bytes)
+        return super().alloc(n_bytes)
+
+    def host_alloc(self, n_bytes):
+        self.host_memories.append(super().host_alloc(n_bytes))
+        return self.host_memories[-1]
 
     def copy(self, target, source):
         key = source.data_ptr()

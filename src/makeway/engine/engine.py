@@ -67,6 +67,7 @@ class Engine:
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """Checked token ids of a prompt; raises UserError for an empty one, a bad id, or one that is too long."""
+        self._check_open()
         n_vocab = self.model.facts.n_vocab
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
         if not tokens:
@@ -183,6 +184,7 @@ class Engine:
         if self._closed:
             return
         self._closed = True
+        del self.model
         self._loop.close()
         self.memory.close()
         self._file.close()

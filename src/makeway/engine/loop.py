@@ -6,7 +6,7 @@ Hazard: after a fault nothing may go on as if nothing had happened: `_fail` ends
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -14,12 +14,14 @@ from makeway.config import EngineConfig
 from makeway.engine import sampler
 from makeway.engine.answer import Answer
 from makeway.engine.decode import DecodeStep
+from makeway.engine.depth import Drafting
 from makeway.engine.memory import EngineMemory
 from makeway.engine.phases import Phase
 from makeway.engine.prefill import Sweep, SweepBuffers
 from makeway.engine.reading import Reading
-from makeway.engine.request import Event, Request
+from makeway.engine.request import DraftCounts, Event, Request
 from makeway.engine.scheduler import Scheduler
+from makeway.engine.speculation import Speculation
 from makeway.errors import EngineFailed, UserError
 from makeway.experts.policies import PromptCounts
 from makeway.experts.recorder import Recorder
@@ -36,6 +38,7 @@ class Totals:
     n_steps: int = 0
     n_preempted: int = 0
     n_faults: int = 0
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
 
 class Loop:
@@ -56,7 +59,12 @@ class Loop:
         self._answers_first_until_s = 0.0
         self._answers_first_steps = 0  # and until so many steps were made
         self._recorder: Recorder | None = after._recorder if after is not None else self._open_trace()
-        self._steps = DecodeStep(memory, self._recorder)
+        self.speculation = Speculation(
+            Drafting.of(config, has_mtp=memory.model.facts.n_draft_layers > 0),
+            DecodeStep(memory, self._recorder),
+            n_rows=memory.plan.rows,
+            totals=self.totals.drafts,
+        )
 
     @property
     def phase(self) -> Phase:
@@ -126,6 +134,7 @@ class Loop:
         for sequence in self._sequences.values():
             sequence.close()
         self._sequences.clear()
+        self._reading = None
         if self._recorder is not None:
             self._recorder.close()
 
@@ -191,20 +200,22 @@ class Loop:
                 request.n_cached = min(request.n_read, request.n_prompt)
 
     def _decode(self) -> list[Event]:
-        """A token of every answer whose turn it is."""
+        """The next tokens of every answer whose turn it is."""
         requests = self._with_room(self.scheduler.decoding(self._memory.plan.rows))
         if not requests:
             self._rest()
             return []
-        parts = [(self._sequences[r.id], r.tokens[-1:]) for r in requests]
-        rows = self._steps.run(parts, names=[r.id for r in requests])
-        self._steps.end()
-        self.totals.n_steps += 1
         events: list[Event] = []
-        for r, row in zip(requests, rows.logits, strict=True):
-            r.n_read += 1
+        self.speculation.step(
+            [(r, self._sequences[r.id]) for r in requests],
+            lambda r, row: events.extend(self._choose(r, row)),
+            block_tokens=BLOCK_TOKENS if self._memory.prefixes.budget_bytes else 0,
+        )
+        self.totals.n_steps += 1
+        for r in requests:
             self._keep_answer(r)
-            events += self._sample(r, row)
+            if r.finished:
+                self._release(r)
         self._rest()
         return events
 
@@ -230,8 +241,15 @@ class Loop:
         return [r for r in requests if r.id in self._sequences]
 
     def _sample(self, request: Request, row: torch.Tensor) -> list[Event]:
-        """Chooses the next token of a request from logits [vocab]; ends the request when it is its last, and with an
-        "error" event when its own grammar and bias leave no token."""
+        """Chooses the next token and releases the request when it is its last."""
+        events = self._choose(request, row)
+        if request.finished:
+            self._release(request)
+        return events
+
+    def _choose(self, request: Request, row: torch.Tensor) -> list[Event]:
+        """Chooses the next token of a request from logits [vocab]; the request is finished when it is its last, and with
+        an "error" event when its own grammar and bias leave no token."""
         logits = row.cpu().numpy()
         params, grammar = request.sampling, request.grammar
         try:
@@ -245,7 +263,7 @@ class Loop:
                 allowed=None if grammar is None else grammar.mask(),
             )
         except UserError as error:
-            self._release(request)
+            request.finished = True
             return [Event(request.id, "error", text=str(error))]
         if grammar is not None:
             grammar.accept(token)
@@ -259,12 +277,11 @@ class Loop:
         events = self._answers[request.id].push(token, best)
         if grammar is not None and grammar.is_done and not request.finished:
             events.append(self._answers[request.id].finish("stop"))
-        if request.finished:
-            self._release(request)
         return events
 
     def _release(self, request: Request) -> None:
         self.scheduler.remove(request)
+        self.speculation.forget(request)
         del self._answers[request.id]
         self._close_sequence(request)
 

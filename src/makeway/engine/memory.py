@@ -16,6 +16,7 @@ from torch import Tensor
 
 from makeway.config import EngineConfig
 from makeway.device import Device
+from makeway.engine.depth import Drafting
 from makeway.engine.handover import Swing
 from makeway.errors import UserError
 from makeway.experts.loader import load_experts
@@ -43,11 +44,14 @@ def plan_for(file: GGUFFile, ops: Ops, config: EngineConfig, *, device: Device) 
     on_gpu = device.torch_device.type == "cuda"
     facts = load_model(file, ops, device=torch.device("cpu")).facts
     planned = plan_facts(file, facts, residual_itemsize=4)  # the reference keeps everything in float32
+    drafting = Drafting.of(config, has_mtp=facts.n_draft_layers > 0)
     request = PlanRequest(
         vram_bytes=0,
         context=_context(facts, config.context),
         ram_bytes=config.ram or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         sequences=config.parallel,
+        drafts=drafting.depth,
+        mtp="mtp" in drafting.sources,
         kv_type=config.kv_type or "f32",
         chunk=config.chunk,
         slots=config.slots,
@@ -111,7 +115,11 @@ class EngineMemory:
         )
         layers = self.model.store.layers[: len(self.plan.layers)]
         self.store = load_experts(file, layers, device, progress=progress)
-        self.swing = self._new_swing()
+        try:
+            self.swing = self._new_swing()
+        except BaseException:
+            self.store.close()
+            raise
         self.loaded_bytes = device.link_bytes
 
     def open_sequence(self) -> SequenceState:
@@ -124,7 +132,8 @@ class EngineMemory:
         self.swing = self._new_swing(after=self.swing)
 
     def close(self) -> None:
-        """Gives everything back."""
+        """Gives everything back, the device's memory too: the model's weights are views of it."""
+        del self.model
         self.prefixes.clear()
         self.kv.close()
         self.states.close()
@@ -137,7 +146,8 @@ class EngineMemory:
         views = {r.name: self.arena.fixed(r).tensor for r in plan.regions if not r.name.startswith("weights: ")}
         trunk = [i for i in facts.kv_shapes if i < facts.n_layers]
         rooms = [KVRoom(trunk, views.get("KV cache"), views.get("indexer keys"))]
-        if plan.sizes.with_mtp:
+        with_mtp = plan.sizes.with_mtp
+        if with_mtp:
             draft = [i for i in facts.kv_shapes if i >= facts.n_layers]
             rooms.append(KVRoom(draft, views.get("MTP KV cache"), views.get("MTP indexer keys")))
         kv = KVCache(
@@ -147,13 +157,15 @@ class EngineMemory:
             item_type=KV_TYPES[plan.request.kv_type],
             rooms=rooms,
         )
-        shapes = StateShapes.of(facts.state_shapes, kv=kv.shapes, ple=facts.ple_tails)
+        shapes = StateShapes.of(
+            facts.state_shapes, kv=kv.shapes, ple=facts.ple_tails, draft=facts.draft_tails if with_mtp else None
+        )
         states = StatePool(
             shapes,
             plan.request.sequences,
             device=device,
             room=views.get("recurrent state"),
-            n_kept=1 + plan.request.drafts if plan.sizes.with_mtp else 0,
+            n_kept=1 + plan.request.drafts if plan.request.drafts else 0,
             kept_room=views.get("replay rows"),
         )
         return kv, states

@@ -105,7 +105,8 @@ class Reading:
             return
         memory, swing = self._memory, self._memory.swing
         wish = memory.plan.lend_for(sum(r.n_to_read - r.n_read for r in readers))
-        if swing.lending is None or (wish != swing.lending and wish.n_kept <= swing.lending.n_kept):
+        lent = swing.lending
+        if lent is None or (wish.sweep_tokens > lent.sweep_tokens and wish.n_kept <= lent.n_kept):
             swing.release(wish)
         assert swing.lending is not None
         assert swing.layout is not None
@@ -134,6 +135,7 @@ class Reading:
             on_routed=self._count,
             on_mixed=self._capture,
             cuts=cuts,
+            with_mtp=memory.plan.sizes.with_mtp,
             prefetch=self._experts.prefetch,
         )
         self._steps = self._sweep.steps()
