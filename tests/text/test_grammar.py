@@ -58,6 +58,8 @@ def closers(tokenizer):
 def walk(compiled, tokenizer, closers, seed):
     """The text of a random answer that follows the masks, until the end."""
     random_ = random.Random(seed)
+    controls = [i for i in range(tokenizer.n_tokens - 8, tokenizer.n_tokens) if i not in tokenizer.eos_ids]
+    assert all(map(tokenizer.is_special, controls))
     state, ids = compiled.start(), []
     while True:
         mask = state.mask()
@@ -66,7 +68,7 @@ def walk(compiled, tokenizer, closers, seed):
         assert not mask[tokenizer.n_tokens :].any()
         ends = [i for i in tokenizer.eos_ids if mask[i]]
         assert len(ends) in (0, len(tokenizer.eos_ids))
-        assert not any(mask[i] for i in range(tokenizer.n_tokens - 8, tokenizer.n_tokens) if i not in tokenizer.eos_ids)
+        assert not mask[controls].any()
         assert ends or not state.is_done
         if ends and (state.is_done or random_.random() < 0.3 or len(ids) > 40):
             state.accept(random_.choice(ends))
@@ -75,7 +77,8 @@ def walk(compiled, tokenizer, closers, seed):
         if len(ids) > 40 and (mask & closers).any():
             mask &= closers
         mask[list(tokenizer.eos_ids)] = False
-        token = random_.choice(np.flatnonzero(mask).tolist())
+        choices = np.flatnonzero(mask)
+        token = int(choices[random_.randrange(len(choices))])
         state.accept(token)
         ids.append(token)
         assert len(ids) < 2000

@@ -62,13 +62,13 @@ def walk(compiled, tokenizer, seed):
         if ends and (state.is_done or random_.random() < 0.5):
             return tokenizer.decode(ids)
         mask[list(tokenizer.eos_ids)] = False
-        choices = np.flatnonzero(mask).tolist()
-        token = random_.choice(choices)
+        choices = np.flatnonzero(mask)
+        token = int(random_.choice(choices))
         if len(choices) > 1000:  # inside a text
             if random_.random() < 0.3:
                 closing = iter(tokenizer.encode("\n</parameter>\n"))
             token = quote if mask[quote] and random_.random() < 0.3 else next(closing, token)
-        token = token if mask[token] else random_.choice(choices)
+        token = token if mask[token] else int(random_.choice(choices))
         state.accept(token)
         ids.append(token)
         assert len(ids) < 3000
@@ -106,6 +106,27 @@ def test_reasoning_may_come_before_a_forced_call(vocabulary, tokenizer):
     for token in tokenizer.encode("hm {"):
         state.accept(token)
     assert not state.mask()[list(tokenizer.eos_ids)].any()
+
+
+def test_markers_that_are_whole_tokens_are_written_as_such():
+    """Qwen's vocabularies have the tags as tokens that are text (user-defined ones)."""
+    path = ROOT / "src" / "makeway" / "data" / "demo.gguf"
+    with open_gguf(path) as file:
+        metadata = dict(file.metadata)
+    tags = {metadata["tokenizer.ggml.tokens"].index(tag): tag for tag in ("</think>", "<tool_call>")}
+    types = np.array(metadata["tokenizer.ggml.token_type"])
+    types[list(tags)] = 4
+    metadata["tokenizer.ggml.token_type"] = types
+    tokenizer = Tokenizer.from_metadata(metadata, source="test")
+    close, call = tags
+    state = tool_grammar(TOOLS, "required", "hermes", reasoning="open").compile(GrammarVocabulary(tokenizer)).start()
+    for token in (*tokenizer.encode("hm <tool_call>"), close, *tokenizer.encode("\n\n")):
+        state.accept(token)
+    mask = state.mask()
+    assert mask[call]
+    state.accept(call)
+    (only,) = np.flatnonzero(state.mask())
+    assert tokenizer.token_bytes(int(only)).startswith(b"\n")
 
 
 @pytest.mark.parametrize("format", ["hermes", "xml"])
