@@ -1,8 +1,8 @@
 """GBNF, llama.cpp's grammar format, written as a Lark grammar for llguidance.
 
 Owns the syntax of GBNF and its faults with their line. Never judges what a grammar means.
-Hazard: rules that refer to no rule with a choice of its own become tokens of llguidance's lexer, which match as much
-as they can; a grammar that counts on a shorter match there leads nowhere.
+Hazard: in a recursive grammar, the rules without recursion become tokens of llguidance's lexer, which match as much as
+they can; a grammar that counts on a shorter match there leads nowhere.
 """
 
 import re
@@ -45,17 +45,16 @@ def gbnf_to_lark(source: str) -> str:
                 raise _fault(source, at, f"there is no rule {name!r}")
     tokens = _tokens(rules)
     names = {name: f"r{i}_{re.sub('[^a-z0-9]', '_', name.lower())}" for i, name in enumerate(rules)}
-    names = {name: lark.upper() if name in tokens else lark for name, lark in names.items()} | {"root": "start"}
+    names = {name: lark.upper() if name in tokens else lark for name, lark in names.items()}
     lines = [f"{names[n]}: {_REFERENCE.sub(lambda m: names[m[1]], rule.text)}" for n, rule in rules.items()]
-    return "\n".join(lines) + "\n"
+    return "\n".join([f"start: {names['root']}", *lines]) + "\n"
 
 
 def _tokens(rules: dict[str, _Rule]) -> set[str]:
-    """The rules that no recursion passes through: what llguidance's lexer can match."""
+    """The rules that no recursion passes through: what llguidance's lexer can match. If that is the root, the whole
+    grammar is one regular expression."""
     tokens: set[str] = set()
-    while more := {
-        n for n, rule in rules.items() if n not in tokens and n != "root" and rule.references.keys() <= tokens
-    }:
+    while more := {n for n, rule in rules.items() if n not in tokens and rule.references.keys() <= tokens}:
         tokens |= more
     return tokens
 

@@ -81,8 +81,8 @@ class Grammar:
 
     reasoning: what may come before the answer: "open" when the prompt ends inside `<think>`, so that everything is
     allowed up to `</think>`; "optional" when the model may open `<think>` itself.
-    Lark's tokens, and GBNF's rules made of characters alone, match as much as they can (llguidance's lexer): in
-    `root ::= word "a"` a `word ::= [a-z]+` leaves no "a" to match; write `root ::= [a-z]+ "a"`.
+    Lark's tokens match as much as they can: `start: WORD "a"` never ends where WORD is /[a-z]+/. So do the rules of a
+    recursive GBNF grammar that are not recursive themselves.
     """
 
     kind: GrammarKind
