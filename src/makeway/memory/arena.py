@@ -53,6 +53,11 @@ class Arena:
         self.epoch += 1
         return tuple(View(self, region, epoch=self.epoch) for region in regions)
 
+    @property
+    def whole(self) -> Tensor:
+        """All bytes, for kernels that address experts by their offset. Raises EngineFailed after `close()`."""
+        return self.bytes_of(Region("arena", 0, self.nbytes), None)
+
     def bytes_of(self, region: Region, epoch: int | None) -> Tensor:
         """The region's bytes, for views; None is an epoch that never ends. Raises EngineFailed."""
         if self._bytes is None:

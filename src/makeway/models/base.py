@@ -46,6 +46,12 @@ class ModelFacts:
         """Layers with experts, the MTP block included."""
         return self.n_layers + self.n_draft_layers
 
+    @property
+    def draft_tails(self) -> dict[int, tuple[int, ...]]:
+        """By MTP block: the shape of what it needs of the trunk for one token."""
+        shape = (self.n_streams, self.hidden) if self.n_streams > 1 else (self.hidden,)
+        return dict.fromkeys(range(self.n_layers, self.n_blocks), shape)
+
 
 class Model(Protocol):
     """h is the residual: f32 [n, hidden], or [n, streams, hidden] where there are hyper-connections."""
@@ -53,6 +59,15 @@ class Model(Protocol):
     facts: ModelFacts
     store: FileExperts
     device: torch.device
+
+    @property
+    def gathered_widths(self) -> dict[int, int]:
+        """By layer that reads an n-gram table: values of a token's rows together."""
+        ...
+
+    def gather(self, batch: Batch) -> dict[int, Tensor]:
+        """Those rows f32 [n, width], read ahead, for `Batch.gathered`; moves the sequences' n-gram windows on."""
+        ...
 
     def embed(self, batch: Batch) -> Tensor: ...
 
@@ -74,6 +89,10 @@ class Model(Protocol):
 
     def draft_input(self, batch: Batch, state: Tensor) -> Tensor:
         """The MTP block's residual from the batch's tokens and the state of the position before each."""
+        ...
+
+    def draft_remember(self, batch: Batch, state: Tensor) -> None:
+        """Writes what the MTP block's attention keeps of rows whose output nobody needs; arguments as above."""
         ...
 
     def draft_state(self, h: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ def plan_facts(file: GGUFFile, facts: ModelFacts, *, residual_itemsize: int = 2)
     trunk = {i: s for i, s in facts.kv_shapes.items() if i < facts.n_layers}
     draft = [s for i, s in facts.kv_shapes.items() if i >= facts.n_layers]
     state = StateShapes.of(facts.state_shapes, kv=trunk, ple=facts.ple_tails)
-    whole_state = StateShapes.of(facts.state_shapes, kv=facts.kv_shapes, ple=facts.ple_tails)
+    whole_state = StateShapes.of(facts.state_shapes, kv=facts.kv_shapes, ple=facts.ple_tails, draft=facts.draft_tails)
     n_heads = file.get_int(f"{facts.architecture}.attention.head_count")
     head_dim = file.get_int(f"{facts.architecture}.attention.key_length")
     indexed = [s for s in trunk.values() if s.index_dim]

@@ -48,6 +48,13 @@ class Qwen3Moe:
     def _norm(self, x: Tensor, gamma: Tensor) -> Tensor:
         return self._ops.rms_norm(x, gamma, self._head.eps)
 
+    @property
+    def gathered_widths(self) -> dict[int, int]:
+        return {}
+
+    def gather(self, batch: Batch) -> dict[int, Tensor]:
+        return {}
+
     def embed(self, batch: Batch) -> Tensor:
         return embedding(self._embed, batch)
 
@@ -67,6 +74,9 @@ class Qwen3Moe:
         raise AssertionError("qwen3moe has no MTP block")
 
     def draft_input(self, batch: Batch, state: Tensor) -> Tensor:
+        raise AssertionError("qwen3moe has no MTP block")
+
+    def draft_remember(self, batch: Batch, state: Tensor) -> None:
         raise AssertionError("qwen3moe has no MTP block")
 
     def draft_state(self, h: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from makeway.experts.store import FileExperts
 from makeway.gguf import GGUFFile
 from makeway.kernels import Ops
 from makeway.kv import Batch
-from makeway.layers.attention import AttentionWeights, attention
+from makeway.layers.attention import AttentionWeights, attention, remember
 from makeway.layers.delta_net import delta_net
 from makeway.layers.moe import moe_input
 from makeway.models import blocks
@@ -59,6 +59,13 @@ class Qwen3Next:
     def _norm(self, x: Tensor, gamma: Tensor) -> Tensor:
         return self._ops.rms_norm(x, gamma, self._head.eps)
 
+    @property
+    def gathered_widths(self) -> dict[int, int]:
+        return {}
+
+    def gather(self, batch: Batch) -> dict[int, Tensor]:
+        return {}
+
     def embed(self, batch: Batch) -> Tensor:
         return embedding(self._embed, batch)
 
@@ -84,6 +91,13 @@ class Qwen3Next:
     def draft_input(self, batch: Batch, state: Tensor) -> Tensor:
         e = self._norm(embedding(self._draft.embed, batch), self._draft.enorm)
         return self._ops.linear(torch.cat((e, self._norm(state, self._draft.hnorm)), dim=-1), self._draft.eh_proj)
+
+    def draft_remember(self, batch: Batch, state: Tensor) -> None:
+        layer = self.facts.n_layers
+        w = self._mixers[layer]
+        assert isinstance(w, AttentionWeights)
+        x = self._norm(self.draft_input(batch, state), self._norms[layer])
+        remember(self._ops, self._attention_shape, w, layer=layer, x=x, batch=batch)
 
     def draft_state(self, h: Tensor) -> Tensor:
         return self._norm(h, self._draft_norm)

@@ -14,10 +14,10 @@ from makeway.gguf import GGUFFile
 from makeway.kernels import Ops
 from makeway.kv import Batch
 from makeway.layers import hyper_connections as hc
-from makeway.layers.attention import AttentionWeights, attention
+from makeway.layers.attention import AttentionWeights, attention, remember
 from makeway.layers.delta_net import delta_net
 from makeway.layers.moe import moe_input
-from makeway.layers.ple import PleHash, PleWeights, ple
+from makeway.layers.ple import PleHash, PleWeights, gather, ple
 from makeway.layers.sparse_attention import IndexerWeights
 from makeway.models import blocks
 from makeway.models.base import Header, embedding
@@ -159,6 +159,14 @@ class Qwen4Exp:
             )
             self._ple[i] = (weights, hashes)
 
+    @property
+    def gathered_widths(self) -> dict[int, int]:
+        return {layer: len(hashes.sizes) * weights.table.n_cols for layer, (weights, hashes) in self._ple.items()}
+
+    def gather(self, batch: Batch) -> dict[int, Tensor]:
+        tables = self._ple.items()
+        return {layer: gather(weights.table, hashes, layer=layer, batch=batch) for layer, (weights, hashes) in tables}
+
     def embed(self, batch: Batch) -> Tensor:
         return embedding(self._embed, batch)[:, None].repeat(1, self._n_streams, 1)
 
@@ -193,6 +201,13 @@ class Qwen4Exp:
         e = e[:, None].expand(n, self._n_streams, -1)
         both = torch.cat((e, hc.stream_norm(ops, state, self._draft.hnorm, eps)), dim=-1)
         return ops.linear(both.reshape(n * self._n_streams, -1), self._draft.eh_proj).view_as(state)
+
+    def draft_remember(self, batch: Batch, state: Tensor) -> None:
+        layer = self.facts.n_layers
+        w = self._mixers[layer]
+        assert isinstance(w, AttentionWeights)
+        x, _ = hc.mix(self._ops, self._hc_attn[layer], self.draft_input(batch, state), eps=self._head.eps)
+        remember(self._ops, self._attention_shape, w, layer=layer, x=x, batch=batch)
 
     def draft_state(self, h: Tensor) -> Tensor:
         return h

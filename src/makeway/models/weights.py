@@ -17,7 +17,6 @@ from makeway.gguf.types import GGMLType
 from makeway.kernels import Weight
 from makeway.quants import decode_rows, quant_type
 
-
 Place = Callable[[str, Tensor], Tensor]
 """(tensor name, its bytes u8 in the file) -> the same bytes where they are to stay."""
 

@@ -1,0 +1,161 @@
+"""The decode step on a GPU: one captured graph for each number of rows, replayed with new inputs.
+
+Owns the graphs, their inputs and outputs. Never changes an address after capture, so graphs outlive hand-overs, and
+never waits for the device inside a step. Hazard: outputs are overwritten by the next step of the same size.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from makeway.experts.in_graph import InGraphExperts, StepTables
+from makeway.kernels import DeviceRows, Rows
+from makeway.kv import Batch, KVCache, StatePool
+from makeway.models import Model
+
+BUCKETS = (1, 2, 4, 8)
+"""Rows of the captured steps; a step takes the smallest that holds it and pads the rest."""
+
+
+@dataclass(frozen=True)
+class StepOutputs:
+    """residual f32 [rows, ...] after the last trunk layer, logits f32 [rows, vocab], best int64 [rows] (the lowest
+    token of the largest logit); on the device, padding rows last."""
+
+    residual: Tensor
+    logits: Tensor
+    best: Tensor
+
+
+class _Inputs:
+    """What a step of `n` rows reads, at constant addresses, with a pinned copy that the host fills."""
+
+    def __init__(self, model: Model, cache: KVCache, *, n: int, device: torch.device) -> None:
+        facts, pinned = model.facts, device.type == "cuda"
+        streams = (facts.n_streams,) if facts.n_streams > 1 else ()
+        self._n, self._n_blocks = n, cache.pool.n_blocks
+
+        def pair(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+            on_host = torch.zeros(shape, dtype=dtype, pin_memory=pinned)
+            return on_host.to(device, copy=True), on_host
+
+        self.h, self._h = pair((n, *streams, facts.hidden), torch.float32)
+        widths = model.gathered_widths
+        gathered = {layer: pair((n, width), torch.float32) for layer, width in widths.items()}
+        self.gathered = {layer: tensors[0] for layer, tensors in gathered.items()}
+        self._gathered = {layer: tensors[1] for layer, tensors in gathered.items()}
+        self._ints, self._host_ints = pair((n * (7 + self._n_blocks),), torch.int32)
+        self.rows = self._tables(self._ints)
+        self._host_rows = self._tables(self._host_ints)
+        self._host_rows.row_segment.fill_(-1)
+        self._ints.copy_(self._host_ints)
+
+    def _tables(self, ints: Tensor) -> DeviceRows:
+        n = self._n
+        places = torch.split(ints, [2 * n, n, n, n, n, n, n * self._n_blocks])
+        return DeviceRows(
+            positions=places[0].view(torch.int64),
+            row_segment=places[1],
+            first_row=places[2],
+            n_rows=places[3],
+            places=places[4],
+            n_replay=places[5],
+            block_tables=places[6].view(n, self._n_blocks),
+        )
+
+    def fill(self, model: Model, batch: Batch) -> None:
+        """The batch's rows, then padding."""
+        n, host = len(batch.host_tokens), self._host_rows
+        self._h[:n] = model.embed(batch)
+        self.h.copy_(self._h, non_blocking=True)
+        for layer, rows in model.gather(batch).items():
+            self._gathered[layer][:n] = rows
+            self.gathered[layer].copy_(self._gathered[layer], non_blocking=True)
+        host.row_segment.fill_(-1)
+        host.n_rows.zero_()
+        host.n_replay.zero_()
+        host.positions.zero_()
+        host.positions[:n] = batch.rows.positions
+        tables = host.block_tables.numpy()
+        for i, span in enumerate(batch.rows.spans):
+            host.row_segment[span.rows] = i
+            host.first_row[i], host.n_rows[i] = span.first, span.n
+            host.places[i], host.n_replay[i] = span.place, span.n_replay
+            tables[i, : len(span.blocks)] = np.asarray(span.blocks, dtype=np.int32)
+        self._ints.copy_(self._host_ints, non_blocking=True)
+
+
+class StepGraph:
+    """One step of `n` rows: `run` fills the inputs and replays (or, without capture, runs the kernels one by one)."""
+
+    def __init__(
+        self,
+        model: Model,
+        tables: StepTables,
+        *,
+        cache: KVCache,
+        states: StatePool,
+        arena: Tensor,
+        n: int,
+        context: int,
+        keeps_rows: bool,
+    ) -> None:
+        """Captures on CUDA. `keeps_rows`: every step is a verify step, as it is with drafts."""
+        self.n = n
+        self._model, self._tables = model, tables
+        self._inputs = _Inputs(model, cache, n=n, device=arena.device)
+        rows = self._inputs.rows
+        self._batch = Batch(
+            tokens=torch.zeros(n, dtype=torch.int64, device=arena.device),
+            host_tokens=(0,) * n,
+            segments=(),
+            rows=Rows(rows.positions, (), max_keys=context, keep=keeps_rows, fixed=rows),
+            cache=cache,
+            states=states,
+            gathered=self._inputs.gathered,
+        )
+        self._experts = InGraphExperts(
+            tables.cache, tables, arena=arena, n=n, top_k=model.facts.top_k, live=rows.row_segment
+        )
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._outputs: StepOutputs | None = None
+        if arena.device.type == "cuda":
+            self._capture()
+
+    def run(self, batch: Batch) -> StepOutputs:
+        """The batch (made on the host) through the trunk; its sequences do not advance yet."""
+        self._inputs.fill(self._model, batch)
+        self._tables.send()
+        if self._graph is None:
+            self._outputs = self._compute()
+        else:
+            self._graph.replay()
+        self._tables.fetch_report()
+        assert self._outputs is not None
+        return self._outputs
+
+    def _capture(self) -> None:
+        """Every row is padding meanwhile, so nothing is written but these buffers."""
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._compute()  # compiles the kernels
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._outputs = self._compute()
+
+    def _compute(self) -> StepOutputs:
+        model, h = self._model, self._inputs.h
+        for layer in range(model.facts.n_layers):
+            h, moe = model.mix(layer, h, self._batch)
+            self._experts(layer, moe)
+            h = model.combine(layer, h, moe)
+        logits = model.head(h)
+        tokens = torch.arange(logits.shape[1], device=logits.device)
+        largest = logits.amax(dim=1, keepdim=True)
+        best = torch.where(logits == largest, tokens, logits.shape[1]).amin(dim=1)
+        return StepOutputs(h, logits, best)
