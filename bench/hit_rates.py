@@ -1,6 +1,6 @@
 """Which knobs of a synthetic model give which hit rates: its routing of a token stream, replayed with a cache.
 
-    python -m bench.hit_rates [--shape flash-next] [--layers 4] [--tokens 1024] [--locality 0.4,0.5,0.6]
+    python -m bench.hit_rates [--shape flash-next] [--layers 4] [--tokens 1024] [--locality 0.4,0.5,0.6] [--skew 0.25]
 
 Runs the shape at full width with all its experts, but each of them narrow (32 values), few layers and a small
 vocabulary, through the engine on the CPU; neither changes how the router is fed. Every token counts as a decode step.
@@ -54,9 +54,10 @@ def main() -> None:
     parser.add_argument("--shape", default="flash-next", choices=("flash-next", "qwen3-30b-a3b"))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--topic-tokens", type=int, default=200)
-    parser.add_argument("--locality", type=floats, default=[0.4, 0.5, 0.6])
-    parser.add_argument("--skew", type=floats, default=[0.0])
+    parser.add_argument("--topic-tokens", type=int, default=50)
+    parser.add_argument("--locality", type=floats, default=[Knobs.locality])
+    parser.add_argument("--topics", type=int, default=Knobs.n_topics)
+    parser.add_argument("--skew", type=floats, default=[Knobs.skew])
     parser.add_argument("--slots", type=numbers, default=[64, 128, 150, 188, 256])
     options = parser.parse_args()
     changes = {"n_layers": options.layers, "n_vocab": N_VOCAB, "expert_ff": 32, "down": GGMLType.Q5_1}
@@ -64,7 +65,7 @@ def main() -> None:
     slots = [n for n in options.slots if n < shape.n_experts]
     print(f"{'locality':>8} {'skew':>5} {'policy':<6}", *(f"{n:>6}" for n in slots), " slots of", shape.n_experts)
     rows = []
-    for knobs in (Knobs(skew=skew, locality=locality) for skew in options.skew for locality in options.locality):
+    for knobs in (Knobs(skew, locality, options.topics) for skew in options.skew for locality in options.locality):
         header, records = routing(shape, knobs, n_tokens=options.tokens, topic_tokens=options.topic_tokens)
         assert len(records) == options.tokens
         for policy, gate in POLICIES.items():
@@ -73,7 +74,17 @@ def main() -> None:
             named = dict(zip(map(str, slots), hits, strict=True))
             rows.append({"locality": knobs.locality, "skew": knobs.skew, "policy": policy, "hits": named})
     settings = {"shape": options.shape, "layers": options.layers, "tokens": options.tokens}
-    print(json.dumps({"bench": "hit_rates", **settings, "topic_tokens": options.topic_tokens, "rows": rows}))
+    print(
+        json.dumps(
+            {
+                "bench": "hit_rates",
+                **settings,
+                "topic_tokens": options.topic_tokens,
+                "topics": options.topics,
+                "rows": rows,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -31,10 +31,10 @@ class Knobs:
     sampled text stays in it (0: not at all). seed: of everything.
     """
 
-    skew: float = 0.0
+    skew: float = 0.25
     locality: float = 0.5
-    n_topics: int = 64
-    pull: float = 20.0
+    n_topics: int = 32
+    pull: float = 16.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ def token_rows(ggml_type: GGMLType, n_vocab: int, *, hidden: int, knobs: Knobs, 
     return encode_rows(torch.from_numpy(rows), ggml_type).numpy()
 
 
-def token_stream(n: int, *, n_vocab: int, knobs: Knobs, topic_tokens: int = 200, seed: int = 0) -> NDArray[np.int64]:
+def token_stream(n: int, *, n_vocab: int, knobs: Knobs, topic_tokens: int = 50, seed: int = 0) -> NDArray[np.int64]:
     """`n` tokens int64 that stay in a topic for `topic_tokens` on average, drawn uniformly from it; no special ones."""
     rng = rng_of(seed, 3)
     last = n_vocab - len(SPECIAL)
