@@ -7,6 +7,7 @@ from makeway.device import CpuDevice
 from makeway.experts.cache import ExpertCache
 from makeway.experts.cached import CachedExperts
 from makeway.experts.loader import load_experts
+from makeway.experts.pieces import ReferencePieces
 from makeway.experts.policies import Gate, Policy
 from makeway.experts.streamed import StreamedExperts
 from makeway.kernels import REFERENCE
@@ -68,7 +69,8 @@ class Rig:
         ring = Region("ring", kept.end, buffers * piece * self.plan.sizes.stride_bytes)
         kept_view, ring_view = self.arena.layout([kept, ring])
         self.cache.attach(kept_view)
-        return StreamedExperts(self.cache, self.ops, ring=ring_view, piece_experts=piece, copies_all=copies_all)
+        pieces = ReferencePieces(self.cache.store, self.ops)
+        return StreamedExperts(self.cache, pieces, ring=ring_view, piece_experts=piece, copies_all=copies_all)
 
     def cached(self, *, n_transient=None):
         """Publish the decode layout again; `n_transient` cuts the transient region to so many experts."""

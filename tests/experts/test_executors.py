@@ -10,6 +10,7 @@ import torch
 from makeway.engine.prefill import Sweep
 from makeway.errors import EngineFailed
 from makeway.experts.executors import DirectExperts
+from makeway.experts.pieces import ReferencePieces
 from makeway.experts.policies import RANKINGS, Gate
 from makeway.experts.routed import RoutedInput
 from makeway.experts.streamed import StreamedExperts
@@ -179,8 +180,9 @@ def test_slots_lent_by_the_plan_come_back(file):
         lent = rig.cache.lend(n_kept)
         kept, ring, *_ = rig.arena.layout(layout.regions)
         rig.cache.attach(kept)
+        pieces = ReferencePieces(rig.cache.store, REFERENCE)
         experts = StreamedExperts(
-            rig.cache, REFERENCE, ring=ring, piece_experts=layout.piece_experts, copies_all=lending.copies_all
+            rig.cache, pieces, ring=ring, piece_experts=layout.piece_experts, copies_all=lending.copies_all
         )
         ring.tensor.fill_(255)
         sequence, rows = prefill(rig.runner, experts)

@@ -15,6 +15,7 @@ from makeway.engine.phases import Phase, Phases
 from makeway.errors import EngineFailed
 from makeway.experts.cache import ExpertCache
 from makeway.experts.cached import CachedExperts
+from makeway.experts.pieces import ReferencePieces
 from makeway.experts.policies import Policy
 from makeway.experts.refill import Refill
 from makeway.experts.store import ExpertStore
@@ -118,7 +119,7 @@ class Swing:
         self._n_tokens += n_tokens
         return StreamedExperts(
             self.cache,
-            self._ops,
+            ReferencePieces(self.cache.store, self._ops),
             ring=self._ring,
             piece_experts=self.layout.piece_experts,
             copies_all=n_tokens >= self.plan.copy_all_tokens,

@@ -13,11 +13,10 @@ from torch import Tensor
 from makeway.device import Event
 from makeway.errors import EngineFailed
 from makeway.experts.cache import ExpertCache
-from makeway.experts.executors import add_expert
+from makeway.experts.pieces import Pieces
 from makeway.experts.routed import RoutedInput
 from makeway.experts.slots import NONE
-from makeway.experts.store import Weights, used_experts
-from makeway.kernels import Ops
+from makeway.experts.store import used_experts
 from makeway.memory.arena import View
 
 
@@ -43,11 +42,11 @@ class StreamedExperts:
     """Pieces of `piece_experts` consecutive ids. `copies_all`: every expert that is not in a slot crosses the link,
     else only those that were routed."""
 
-    def __init__(self, cache: ExpertCache, ops: Ops, *, ring: View, piece_experts: int, copies_all: bool) -> None:
-        """Raises EngineFailed when the ring has no room for one piece."""
+    def __init__(self, cache: ExpertCache, pieces: Pieces, *, ring: View, piece_experts: int, copies_all: bool) -> None:
+        """`pieces` runs what is there. Raises EngineFailed when the ring has no room for one piece."""
         self._cache = cache
         self._device = cache.device
-        self._ops = ops
+        self._pieces = pieces
         self._ring = ring
         self._piece_experts = piece_experts
         self._copies_all = copies_all
@@ -71,10 +70,11 @@ class StreamedExperts:
         used = set(used_experts(moe.ids))
         if not self._is_coming(layer):
             self._announce(layer, used)
+        self._pieces.start(layer, moe)
         n_experts = self._cache.store.layers[layer].n_experts
         for _ in range(0, n_experts, self._piece_experts):
             self._stage()
-            self._run(layer, self._staged.popleft(), moe, used=used)
+            self._run(layer, self._staged.popleft(), used)
         self._stage()
 
     def prefetch(self, layer: int) -> None:
@@ -125,28 +125,29 @@ class StreamedExperts:
         start = buffer * self._buffer_bytes + i * self._cache.plan.layers[layer].stride_bytes
         return self._ring.tensor[start : start + self._cache.store.layers[layer].expert_bytes]
 
-    def _run(self, layer: int, staged: _Staged, moe: RoutedInput, *, used: set[int]) -> None:
+    def _run(self, layer: int, staged: _Staged, used: set[int]) -> None:
         piece = staged.piece
         if piece.layer != layer:
             raise EngineFailed(f"layer {piece.layer} was announced to run next, not layer {layer}")
         if staged.copied is not None:
             self._device.compute_waits(staged.copied)
-        for expert in piece.experts:
-            if expert in used:
-                add_expert(self._ops, moe, expert, weights=self._weights(staged, expert))
+        experts = [expert for expert in piece.experts if expert in used]
+        if experts:
+            self._pieces.add(experts, [self._bytes(staged, expert) for expert in experts])
         if staged.copied is not None:
             self._read[staged.buffer] = self._device.record_compute()
             self._n_full -= 1
 
-    def _weights(self, staged: _Staged, expert: int) -> Weights:
+    def _bytes(self, staged: _Staged, expert: int) -> Tensor:
+        """Where a routed expert lies, u8 [expert bytes]."""
         cache, layer = self._cache, staged.piece.layer
         if expert in staged.piece.absent:
             cache.counters.misses += 1
             i = staged.piece.absent.index(expert)
-            return cache.weights_in(layer, self._room(layer, staged.buffer, i=i))
+            return self._room(layer, staged.buffer, i=i)
         slot = int(cache.table.slot_of[layer, expert])
         if slot == NONE:
             raise EngineFailed(f"expert {expert} of layer {layer} left its slot while a sweep counted on it")
         cache.counters.hits += 1
         cache.counters.served_bytes += cache.plan.layers[layer].expert_bytes
-        return cache.weights_of(layer, slot)
+        return cache.slot_bytes(layer, slot)
