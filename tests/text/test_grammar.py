@@ -166,10 +166,14 @@ def test_a_token_outside_the_mask_is_refused_and_changes_nothing(tokenizer, voca
 def test_a_grammar_that_gets_lost_is_the_users_fault(vocabulary):
     """Without an end the forced text is endless, which llguidance finds out on the way."""
     state = Grammar("gbnf", 'root ::= "x" root').compile(vocabulary).start()
-    with pytest.raises(UserError, match=r"cannot be followed after 0 tokens: .*Too many items"):
-        state.accept(int(np.flatnonzero(state.mask())[0]))
+    state.accept(int(np.flatnonzero(state.mask())[0]))
+    assert not state.is_done
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"cannot be followed after 1 tokens: .*Too many items"):
+            state.mask()
+    state.rollback(1)
     with pytest.raises(UserError, match="cannot be followed"):
-        state.mask()
+        state.clone().mask()
 
 
 @pytest.mark.parametrize("reasoning", ["open", "optional"])

@@ -198,18 +198,19 @@ class GrammarState:
             return mask
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():  # the mask then allows the end, which would pass for a complete answer
-            raise self._stuck()
+            reason = reason_of(self._matcher.get_error(), kind="lark")
+            raise UserError(f"the grammar cannot be followed after {self._n_accepted} tokens: {reason}")
         mask[:n_tokens] = np.unpackbits(bits, count=n_tokens, bitorder="little")
         if not mask.any():
             raise UserError(f"the grammar allows nothing more after {self._n_accepted} tokens, not even the end")
         return mask
 
     def accept(self, token: int) -> None:
-        """Go on by one token. Raises EngineFailed for a token that `mask` does not allow, and the state is as before;
-        UserError when the grammar grew too complex."""
-        if not self._try_accept(token):
-            if self._matcher.is_error():
-                raise self._stuck()
+        """Go on by one token. Raises EngineFailed for a token that `mask` does not allow, and the state is as before.
+
+        Where the grammar grows too complex here, the next `mask` says so, and the state stays unusable.
+        """
+        if not self._try_accept(token) and not self._matcher.is_error():
             raise EngineFailed(f"token {token} is not what the grammar allows after {self._n_accepted} tokens")
         self._n_accepted += 1
 
@@ -221,14 +222,12 @@ class GrammarState:
             return self._has_ended
         return self._matcher.try_consume_tokens([token]) == 1
 
-    def _stuck(self) -> UserError:
-        reason = reason_of(self._matcher.get_error(), kind="lark")
-        return UserError(f"the grammar cannot be followed after {self._n_accepted} tokens: {reason}")
-
     @property
     def is_done(self) -> bool:
         """True when nothing but the end may follow, or the end was accepted."""
-        return self._has_ended or self._matcher.is_stopped()
+        if self._has_ended:
+            return True
+        return self._matcher.is_stopped() and self._matcher.is_accepting() and not self._matcher.is_error()
 
     def rollback(self, n: int) -> None:
         """Take the last `n` accepted tokens back. Raises EngineFailed when there are fewer."""
@@ -239,7 +238,7 @@ class GrammarState:
         self._n_accepted -= n
         n -= self._has_ended
         self._has_ended = False
-        if n and not self._matcher.rollback(n):
+        if n and not self._matcher.is_error() and not self._matcher.rollback(n):
             raise EngineFailed(f"the grammar cannot take {n} tokens back: {self._matcher.get_error()[:200]}")
 
     def clone(self) -> "GrammarState":
