@@ -8,6 +8,7 @@ from openai import BadRequestError, OpenAI
 from tests.conftest import SHARED
 from tests.server.conftest import NAME, running
 from tests.server.engines import ScriptedEngine
+from tests.server.http import ask
 
 HI = [{"role": "user", "content": "hi"}]
 ADD = {
@@ -322,3 +323,10 @@ def test_what_cannot_be_is_refused(client, values, param):
 def test_a_grammar_that_does_not_compile_is_refused_and_says_where(client, values, message):
     with pytest.raises(BadRequestError, match=message):
         client.post("/chat/completions", body={"model": NAME, "messages": HI, **values}, cast_to=object)
+
+
+def test_two_tools_of_one_name_are_refused():
+    with scripted(lambda prompt: "x") as up:
+        status, _, content = ask(up, "/v1/chat/completions", {"messages": HI, "tools": [ADD, ADD]})
+    assert status == 400
+    assert b"another tool has already" in content

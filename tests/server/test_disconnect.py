@@ -1,4 +1,4 @@
-"""Clients that leave, at every place, and what the others see of it (nothing)."""
+"""Clients that leave, at every place, and what the others see of it (nothing); clients that wait."""
 
 import json
 import socket
@@ -13,7 +13,7 @@ from tests.server.conftest import NAME, running, small_engine, until
 from tests.server.engines import ScriptedEngine
 from tests.server.http import ask, events_of, opened, read_until
 
-LONG = {"model": NAME, "prompt": "x" * 700, "max_tokens": 1000, "ignore_eos": True, "temperature": 0}
+LONG = {"model": NAME, "prompt": "x" * 200, "max_tokens": 1000, "ignore_eos": True, "temperature": 0}
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def idle(up):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_generation_stops_when_the_client_is_gone_while_answering(one_place, stream):
+def test_complaint_09_generation_stops_when_the_client_is_gone(one_place, stream):
     up = one_place
     with opened(up, "/v1/completions", {"prompt": "hi", "max_tokens": 400, "stream": stream}) as sock:
         if stream:
@@ -40,7 +40,7 @@ def test_generation_stops_when_the_client_is_gone_while_answering(one_place, str
     assert not up.engine.requests
 
 
-def test_a_client_that_leaves_in_prefill_frees_its_place_within_one_step(one_place):
+def test_complaint_11_leaving_in_prefill_frees_the_place_within_one_step(one_place):
     up = one_place
     up.engine.gate.clear()
     with opened(up, "/v1/completions", {"prompt": "x" * 3000, "stream": True}):
@@ -53,7 +53,7 @@ def test_a_client_that_leaves_in_prefill_frees_its_place_within_one_step(one_pla
     until(lambda: idle(up))
 
 
-def test_leaving_the_queue_frees_the_place_in_it_and_aborts_nobody(one_place):
+def test_complaint_10_leaving_the_queue_frees_the_place_and_aborts_nobody(one_place):
     up = one_place
     up.engine.gate.clear()
     body = {"prompt": "hi", "max_tokens": 10}
@@ -72,7 +72,7 @@ def test_others_answers_are_the_same_beside_clients_that_leave():
     with small_engine() as engine:
         expected = "".join(e.text for e in engine.generate("The router", SamplingParams(max_tokens=60)))
     with running() as up, OpenAI(base_url=f"{up.base}/v1", api_key="none", max_retries=0) as client:
-        for _ in range(3):
+        for _ in range(2):
             with opened(up, "/v1/completions", LONG | {"stream": True}) as sock:
                 read_until(sock, b"HTTP/1.1 200")
                 stream = client.completions.create(
@@ -119,7 +119,7 @@ def test_waiting_and_reading_clients_hear_something_and_see_their_progress(one_p
             assert rest[-1]["choices"][0]["finish_reason"] == "length"
 
 
-def test_progress_in_prefill_tells_tokens_and_time(one_place):
+def test_complaint_11_progress_in_prefill_tells_tokens_and_time(one_place):
     body = {"prompt": "x" * 3000, "max_tokens": 1, "stream": True, "return_progress": True}
     _, _, content = ask(one_place, "/v1/completions", body)
     progress = [e["prompt_progress"] for e in events_of(content) if "prompt_progress" in e]
@@ -130,7 +130,7 @@ def test_progress_in_prefill_tells_tokens_and_time(one_place):
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_failing_engine_is_told_to_every_client_at_once(path, stream):
+def test_complaint_15_a_failing_engine_is_told_to_every_client_at_once(path, stream):
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with running(
         lambda progress: ScriptedEngine(lambda prompt: "w" * 50, parallel=1, fail_at=8), chat_template=template

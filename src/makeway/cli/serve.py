@@ -126,11 +126,12 @@ def serve_command(
         def on_ready() -> None:
             print(f"makeway: ready on {address} (chat page; API under {address}/v1)", file=sys.stderr, flush=True)
 
-        cut_short = asyncio.run(serve(server, sock, on_ready=on_ready))
-    if cut_short is not None:
-        # The engine thread may be in the middle of a step; waiting for it is what the second signal was against.
-        sys.stderr.flush()
-        os._exit(128 + cut_short)
+        def stop_at_once(number: int) -> None:
+            # The engine thread may be in the middle of a step; waiting for it is what the second signal was against.
+            sys.stderr.flush()
+            os._exit(128 + number)
+
+        asyncio.run(serve(server, sock, on_ready=on_ready, on_second_signal=stop_at_once))
 
 
 def _lines(path: Path | None) -> list[str]:

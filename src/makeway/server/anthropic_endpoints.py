@@ -34,7 +34,7 @@ class AnthropicEndpoints:
         asked = read_anthropic(body, n_vocab=ready.tokenizer.n_tokens)
         model = service.model(asked.model)
         prompt = await service.in_worker(request, lambda: service.chat_prompt(ready, asked))
-        answer = AnthropicAnswer(asked, model=model, n_prompt=len(prompt.asked.tokens), output=prompt.rendered.output())
+        answer = AnthropicAnswer(asked, model=model, n_prompt=len(prompt.asked.tokens), output=prompt.outputs[0])
         generation = service.generate(request, [prompt.asked])
         if asked.delivery.stream:
             return EventStream(answer.stream(generation), generation.close, keep_alive=PING)

@@ -34,6 +34,7 @@ class Rendered:
     is_open: bool
 
     def output(self) -> ChatOutput:
+        """Raises UserError, with the index, for a tool that is none."""
         reasoning = ReasoningSplitter(opened=self.is_open) if self.has_reasoning else None
         tools = ToolParser(self.format, self.tools) if self.tools and self.format is not None else None
         return ChatOutput(reasoning, tools, opened=self.is_open)

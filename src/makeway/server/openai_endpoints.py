@@ -63,8 +63,9 @@ class OpenAiEndpoints:
         asked = read_chat(body, n_vocab=ready.tokenizer.n_tokens)
         model = service.model(asked.model)
         prompt = await service.in_worker(request, lambda: service.chat_prompt(ready, asked))
-        outputs = [prompt.rendered.output() for _ in range(asked.n)]
-        answer = ChatAnswer(asked, ready.tokenizer, model=model, n_prompt=len(prompt.asked.tokens), outputs=outputs)
+        answer = ChatAnswer(
+            asked, ready.tokenizer, model=model, n_prompt=len(prompt.asked.tokens), outputs=prompt.outputs
+        )
         generation = service.generate(request, [prompt.asked])
         if asked.delivery.stream:
             return EventStream(answer.stream(generation), generation.close)

@@ -67,28 +67,26 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-async def serve(server: Server, sock: socket.socket, *, on_ready: Callable[[], None]) -> int | None:
-    """Serves until a signal. Returns None after an orderly end, else the number of the signal that cut it short.
+async def serve(
+    server: Server, sock: socket.socket, *, on_ready: Callable[[], None], on_second_signal: Callable[[int], None]
+) -> None:
+    """Serves until a signal, then lets requests finish. `on_second_signal` should end the process at once.
 
     Raises what the first load of the model raised. Must run in the main thread, whose signals it takes.
     """
     http = make_uvicorn(server)
     loop = asyncio.get_running_loop()
     ending: asyncio.Task[None] | None = None
-    cut_short: int | None = None
 
     def on_signal(number: int) -> None:
-        nonlocal ending, cut_short
+        nonlocal ending
+        if ending is not None:
+            on_second_signal(number)
+            return
+        seconds = server.config.shutdown_s
+        logger.warning("stopping: requests have %g s to finish; a second signal stops at once", seconds)
         http.should_exit = True
-        if ending is None:
-            logger.warning(
-                "stopping: requests have %g s to finish; a second signal stops at once", server.config.shutdown_s
-            )
-            ending = asyncio.ensure_future(server.loop.stop(server.config.shutdown_s))
-        else:
-            cut_short = number
-            server.loop.stop_now()
-            http.force_exit = True
+        ending = asyncio.ensure_future(server.loop.stop(seconds))
 
     for number in SIGNALS:
         loop.add_signal_handler(number, on_signal, number)
@@ -98,20 +96,17 @@ async def serve(server: Server, sock: socket.socket, *, on_ready: Callable[[], N
             await asyncio.sleep(0.01)
         loaded = asyncio.ensure_future(server.loop.loaded())
         await asyncio.wait((loaded, serving), return_when=asyncio.FIRST_COMPLETED)
-        if loaded.done() and loaded.exception() is None:
-            on_ready()
-        elif not server.config.restart_on_failure or not loaded.done():
-            http.should_exit = True
-        await serving
         if loaded.done():
-            error = loaded.exception()
-            if error is not None and not server.config.restart_on_failure:
-                raise error
-        else:
-            loaded.cancel()
+            if loaded.exception() is None:
+                on_ready()
+            elif not server.config.restart_on_failure:
+                http.should_exit = True
+        await serving
+        if ending is not None:
+            await ending
+        elif loaded.done() and not server.config.restart_on_failure:
+            loaded.result()
+        loaded.cancel()
     finally:
         for number in SIGNALS:
             loop.remove_signal_handler(number)
-        if ending is not None:
-            ending.cancel()
-    return cut_short

@@ -15,13 +15,14 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 
 from makeway.errors import UserError
-from makeway.server.conversation import Conversations, Rendered
+from makeway.server.conversation import Conversations
 from makeway.server.errors import ApiError, bad_request, context_exceeded, from_user_error
 from makeway.server.fields import Fields, parse_json, shorten
 from makeway.server.generation import Asked, Generation
 from makeway.server.loop import EngineLoop
 from makeway.server.metrics import Metrics
 from makeway.server.openai_requests import ChatRequest, CompletionRequest
+from makeway.server.output import ChatOutput
 from makeway.server.respond import ClientLeft, unless_left
 from makeway.server.served import Ready
 from makeway.server.settings import ServerConfig
@@ -37,10 +38,10 @@ LONGEST_TOKEN = 1024  # characters; a text with more than this per token of cont
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A conversation ready to be queued."""
+    """A conversation ready to be queued, and a reader for each of its answers."""
 
     asked: Asked
-    rendered: Rendered
+    outputs: list[ChatOutput]
 
 
 class Service:
@@ -127,7 +128,8 @@ class Service:
         rendered = talk.render(asked)
         tokens = self.encode(ready, rendered.text, add_special=not talk.starts_with_bos(rendered.text))
         grammar = None if rendered.grammar is None else talk.compile(rendered.grammar)
-        return ChatPrompt(Asked(tokens, asked.sampling, asked.n, grammar), rendered)
+        outputs = [rendered.output() for _ in range(asked.n)]
+        return ChatPrompt(Asked(tokens, asked.sampling, asked.n, grammar), outputs)
 
     def conversations(self, ready: Ready) -> Conversations:
         """The template and the grammars of the model that is loaded now."""
