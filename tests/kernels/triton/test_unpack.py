@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from makeway.gguf.types import BLOCK_SIZES, GGMLType
-from makeway.kernels.triton.unpack import PLANES, code_table, plane_order, plane_values, weight_order
+from makeway.kernels.triton.unpack import PLANES, code_table, plane_order, plane_values, planes_for, weight_order
 from makeway.quants import decode_rows
 from tests.quants.blocks import assert_same_bits, random_blocks
 
@@ -48,8 +48,7 @@ def _rows(kind, n_blocks, device):
     return chosen.reshape(16, -1).contiguous().to(device)
 
 
-def _run(raw, kind):
-    planes = PLANES[kind]
+def _run(raw, kind, planes):
     cols = raw.shape[1] // BLOCK_SIZES[kind].n_bytes * BLOCK_SIZES[kind].elements
     out = torch.full((raw.shape[0], cols), torch.nan, device=raw.device)
     _decode[(cols // planes.step,)](
@@ -71,16 +70,34 @@ def _run(raw, kind):
     return out
 
 
-@pytest.mark.parametrize("kind", PLANES, ids=lambda k: k.name)
-def test_every_type_decodes_to_the_bits_of_the_reference(kind, device):
-    n_blocks = 3 if PLANES[kind].step == 256 else 5 if BLOCK_SIZES[kind].elements > 1 else 64
-    if PLANES[kind].align == 4 and BLOCK_SIZES[kind].n_bytes % 4:
-        n_blocks += n_blocks % 2
+def _check(kind, planes, n_blocks, device):
     raw = _rows(kind, n_blocks, device)
-    values = _run(raw, kind)
+    values = _run(raw, kind, planes)
     if kind == GGMLType.MXFP4:
         values = values + 0.0  # E2M1 has a negative zero, the reference has not
     assert_same_bits(values, decode_rows(raw, kind))
+
+
+@pytest.mark.parametrize("kind", PLANES, ids=lambda k: k.name)
+def test_every_type_decodes_to_the_bits_of_the_reference(kind, device):
+    _check(kind, PLANES[kind], 64 if BLOCK_SIZES[kind].elements == 1 else 3, device)
+
+
+WIDE = [kind for kind in PLANES if planes_for(kind, 1024) is not PLANES[kind]]
+
+
+@pytest.mark.parametrize("kind", WIDE, ids=lambda k: k.name)
+def test_blocks_taken_by_twos_and_fours_decode_alike(kind, device):
+    wide = planes_for(kind, 1024)
+    n_blocks = max(2, 2 * wide.step // BLOCK_SIZES[kind].elements)
+    assert n_blocks * BLOCK_SIZES[kind].n_bytes % 4 == 0
+    _check(kind, wide, n_blocks, device)
+
+
+def test_odd_numbers_of_blocks_are_not_taken_by_twos():
+    assert planes_for(GGMLType.Q6_K, 768) is PLANES[GGMLType.Q6_K]
+    assert planes_for(GGMLType.Q6_K, 2560) is not PLANES[GGMLType.Q6_K]
+    assert planes_for(GGMLType.Q4_K, 2560) is PLANES[GGMLType.Q4_K]
 
 
 def test_plane_order_and_weight_order_are_inverse(device):
@@ -93,6 +110,6 @@ def test_plane_order_and_weight_order_are_inverse(device):
 def test_the_table_says_how_many_planes_a_function_returns(device):
     for kind, planes in PLANES.items():
         block = BLOCK_SIZES[kind]
-        assert planes.step % block.elements == 0, kind
+        assert planes.step % block.elements == 0 or block.elements % planes.step == 0, kind
         assert planes.step % planes.width == 0, kind
         assert planes.align == 4 or block.n_bytes % 4, kind

@@ -33,21 +33,42 @@ def weight_order(codes):
 
 
 @triton.jit
-def words(at, N: tl.constexpr, ALIGN: tl.constexpr):
+def words(at, N: tl.constexpr, SKEW: tl.constexpr):
     """N little-endian words from u8 pointers `at` [R, 1] on: u32 [R, N].
 
-    ALIGN is 4 where every pointer is a multiple of 4; else the aligned words around are read (none outside the range)
-    and shifted together.
+    SKEW: what every pointer is modulo 4, or less than 0 where that is not known. Unless it is 0, the aligned words
+    around are read (none outside the range) and shifted together.
     """
     i = tl.arange(0, N)[None, :]
-    if ALIGN == 4:
+    if SKEW < 0:
+        return skewed_words(at, skew_of(at), N)
+    elif SKEW % 4 == 0:  # noqa: RET505 (Triton compiles what follows a return, unless it is the other branch)
         return tl.load(at.to(tl.pointer_type(tl.uint32)) + i)
-    skew = (at.to(tl.int64) & 3).to(tl.int32)
-    base = (at - skew).to(tl.pointer_type(tl.uint32)) + i
+    else:
+        base = (at - SKEW % 4).to(tl.pointer_type(tl.uint32)) + i
+        return (tl.load(base) >> (8 * (SKEW % 4))) | (tl.load(base + 1) << (32 - 8 * (SKEW % 4)))
+
+
+@triton.jit
+def skew_of(at):
+    """Pointers modulo 4, as i32."""
+    return (at.to(tl.int64) & 3).to(tl.int32)
+
+
+@triton.jit
+def skewed_words(at, skew, N: tl.constexpr):
+    """As `words`, where the pointers modulo 4 are known as a tensor or one number: `skew`, i32."""
+    base = (at - skew).to(tl.pointer_type(tl.uint32)) + tl.arange(0, N)[None, :]
     first = tl.load(base)
-    second = tl.load(base + 1, mask=skew > 0, other=0)
+    second = tl.load(base + tl.minimum(skew, 1))  # aligned after all: the same word, which the shifts drop
     shift = (skew * 8).to(tl.uint32)
     return (first >> shift) | ((second << 1) << (31 - shift))
+
+
+@triton.jit
+def later(skew: tl.constexpr, n: tl.constexpr) -> tl.constexpr:
+    """The SKEW n bytes on."""
+    return skew if skew < 0 else (skew + n) % 4
 
 
 @triton.jit
@@ -67,7 +88,8 @@ def moved(word, S: tl.constexpr):
     """u32 shifted right by S, or left by -S."""
     if S >= 0:
         return word >> S
-    return word << -S
+    else:  # noqa: RET505 (Triton compiles what follows a return, unless it is the other branch)
+        return word << -S
 
 
 @triton.jit
@@ -123,8 +145,8 @@ def looked_up(q, S: tl.constexpr, table):
 def e2m1(q, S: tl.constexpr):
     """As `nibbles`, but the nibbles are E2M1 numbers, doubled; no bias.
 
-    Their exponent and fraction sit on top of bf16's: 2^-126 times the number, subnormal where it is 0.5. Its negative zero stays
-    negative.
+    Their exponent and fraction sit on top of bf16's: 2^-126 times the number, subnormal where it is 0.5. A negative
+    zero stays negative.
     """
     even = (q >> S) & 0x000F000F
     odd = (q >> (S + 8)) & 0x000F000F

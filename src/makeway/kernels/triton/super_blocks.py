@@ -7,7 +7,18 @@ Hazard: float32 order is part of the format: d * scale is rounded before it meet
 import triton
 import triton.language as tl
 
-from makeway.kernels.triton.codes import biased, byte_of, f16_at, f16_of, looked_up, moved, nibbles, words
+from makeway.kernels.triton.codes import (
+    biased,
+    byte_of,
+    f16_at,
+    f16_of,
+    looked_up,
+    moved,
+    nibbles,
+    skew_of,
+    skewed_words,
+    words,
+)
 
 
 @triton.jit
@@ -18,10 +29,10 @@ def _affine(d, scales, dmin, mins, B: tl.constexpr):
 @triton.jit
 def _six_bits(at):
     """The eight scales and mins of Q4_K and Q5_K from 16 bytes of head: d, scales 0..3, 4..7, dmin, mins 0..3, 4..7."""
-    head = words(at, 1, 4)
-    s = words(at + 4, 1, 4)
-    m = words(at + 8, 1, 4)
-    halves = words(at + 12, 1, 4)
+    head = words(at, 1, 0)
+    s = words(at + 4, 1, 0)
+    m = words(at + 8, 1, 0)
+    halves = words(at + 12, 1, 0)
     scales = (halves & 0x0F0F0F0F) | ((s >> 2) & 0x30303030)
     mins = ((halves >> 4) & 0x0F0F0F0F) | ((m >> 2) & 0x30303030)
     return f16_of(head), s & 0x3F3F3F3F, scales, f16_of(head >> 16), m & 0x3F3F3F3F, mins
@@ -29,7 +40,7 @@ def _six_bits(at):
 
 @triton.jit
 def _q4_k_group(at, G: tl.constexpr, d, scales, dmin, mins):
-    q = words(at + 16 + 32 * G, 8, 4)
+    q = words(at + 16 + 32 * G, 8, 0)
     low = (nibbles(q, 0),) + _affine(d, scales, dmin, mins, 2 * G % 4)
     return low, (nibbles(q, 4),) + _affine(d, scales, dmin, mins, 2 * G % 4 + 1)
 
@@ -51,7 +62,7 @@ def _five_bits(q, S: tl.constexpr, qh, K: tl.constexpr):
 
 @triton.jit
 def _q5_k_group(at, G: tl.constexpr, qh, d, scales, dmin, mins):
-    q = words(at + 48 + 32 * G, 8, 4)
+    q = words(at + 48 + 32 * G, 8, 0)
     low = (_five_bits(q, 0, qh, 2 * G),) + _affine(d, scales, dmin, mins, 2 * G % 4)
     return low, (_five_bits(q, 4, qh, 2 * G + 1),) + _affine(d, scales, dmin, mins, 2 * G % 4 + 1)
 
@@ -60,7 +71,7 @@ def _q5_k_group(at, G: tl.constexpr, qh, d, scales, dmin, mins):
 def q5_k(row, step, table):
     at = row + step * 176
     d, s0, s1, dmin, m0, m1 = _six_bits(at)
-    qh = words(at + 16, 8, 4)
+    qh = words(at + 16, 8, 0)
     first = _q5_k_group(at, 0, qh, d, s0, dmin, m0) + _q5_k_group(at, 1, qh, d, s0, dmin, m0)
     return first + _q5_k_group(at, 2, qh, d, s1, dmin, m1) + _q5_k_group(at, 3, qh, d, s1, dmin, m1)
 
@@ -74,16 +85,19 @@ def _q6_k_plane(ql, S: tl.constexpr, qh, K: tl.constexpr, d, scales, B: tl.const
 
 
 @triton.jit
-def _q6_k_half(at, H: tl.constexpr, d):
+def _q6_k_half(at, half, skew):
     """128 weights: weight 32 K + 16 T + j: low bits in byte 32 (K % 2) + 16 T + j of ql, top bits in 16 T + j of qh."""
-    a0 = words(at + 64 * H, 4, 2)
-    a1 = words(at + 64 * H + 16, 4, 2)
-    b0 = words(at + 64 * H + 32, 4, 2)
-    b1 = words(at + 64 * H + 48, 4, 2)
-    h0 = words(at + 128 + 32 * H, 4, 2)
-    h1 = words(at + 128 + 32 * H + 16, 4, 2)
-    s0 = words(at + 192 + 8 * H, 1, 2)
-    s1 = words(at + 196 + 8 * H, 1, 2)
+    d = f16_at(at + 208)
+    low = at + 64 * half
+    a0 = skewed_words(low, skew, 4)
+    a1 = skewed_words(low + 16, skew, 4)
+    b0 = skewed_words(low + 32, skew, 4)
+    b1 = skewed_words(low + 48, skew, 4)
+    top = at + 128 + 32 * half
+    h0 = skewed_words(top, skew, 4)
+    h1 = skewed_words(top + 16, skew, 4)
+    s0 = skewed_words(at + 192 + 8 * half, skew, 1)
+    s1 = skewed_words(at + 196 + 8 * half, skew, 1)
     return (
         _q6_k_plane(a0, 0, h0, 0, d, s0, 0),
         _q6_k_plane(a1, 0, h1, 0, d, s0, 1),
@@ -98,9 +112,13 @@ def _q6_k_half(at, H: tl.constexpr, d):
 
 @triton.jit
 def q6_k(row, step, table):
-    at = row + step * 210
-    d = f16_at(at + 208)
-    return _q6_k_half(at, 0, d) + _q6_k_half(at, 1, d)
+    at = row + step // 2 * 210
+    return _q6_k_half(at, step % 2, skew_of(at))
+
+
+@triton.jit
+def q6_k_even(row, step, table):
+    return _q6_k_half(row + step // 2 * 210, step % 2, step // 2 % 2 * 2)
 
 
 @triton.jit
@@ -111,11 +129,16 @@ def _q2_k_plane(q, K: tl.constexpr, d, dmin, scales, B: tl.constexpr):
 
 
 @triton.jit
-def _q2_k_half(at, H: tl.constexpr, d, dmin):
-    q0 = words(at + 16 + 32 * H, 4, 4)
-    q1 = words(at + 32 + 32 * H, 4, 4)
-    s0 = words(at + 8 * H, 1, 4)
-    s1 = words(at + 8 * H + 4, 1, 4)
+def q2_k(row, step, table):
+    at = row + step // 2 * 84
+    half = step % 2
+    head = words(at + 80, 1, 0)
+    d = f16_of(head)
+    dmin = f16_of(head >> 16)
+    q0 = words(at + 16 + 32 * half, 4, 0)
+    q1 = words(at + 32 + 32 * half, 4, 0)
+    s0 = words(at + 8 * half, 1, 0)
+    s1 = words(at + 8 * half + 4, 1, 0)
     return (
         _q2_k_plane(q0, 0, d, dmin, s0, 0),
         _q2_k_plane(q1, 0, d, dmin, s0, 1),
@@ -129,69 +152,63 @@ def _q2_k_half(at, H: tl.constexpr, d, dmin):
 
 
 @triton.jit
-def q2_k(row, step, table):
-    at = row + step * 84
-    head = words(at + 80, 1, 4)
-    d = f16_of(head)
-    dmin = f16_of(head >> 16)
-    return _q2_k_half(at, 0, d, dmin) + _q2_k_half(at, 1, d, dmin)
-
-
-@triton.jit
-def _q3_k_plane(q, K: tl.constexpr, third, T: tl.constexpr, d, scales, B: tl.constexpr):
-    even = (moved(q, 2 * K) & 0x00030003) | (moved(third, T - 2) & 0x00040004)
-    odd = (moved(q, 2 * K + 8) & 0x00030003) | (moved(third, T + 6) & 0x00040004)
+def _q3_k_plane(q, third, K: tl.constexpr, d, scales, B: tl.constexpr):
+    even = (moved(q, 2 * K) & 0x00030003) | (moved(third, K - 2) & 0x00040004)
+    odd = (moved(q, 2 * K + 8) & 0x00030003) | (moved(third, K + 6) & 0x00040004)
     return biased(even, odd), d * (byte_of(scales, B) - 32).to(tl.float32)
 
 
 @triton.jit
-def _q3_k_half(at, H: tl.constexpr, third0, third1, d, s0, s1):
-    q0 = words(at + 32 + 32 * H, 4, 2)
-    q1 = words(at + 48 + 32 * H, 4, 2)
+def _q3_k_half(at, half, skew):
+    d = f16_at(at + 108)
+    third0 = skewed_words(at, skew, 4) >> (4 * half).to(tl.uint32)
+    third1 = skewed_words(at + 16, skew, 4) >> (4 * half).to(tl.uint32)
+    q0 = skewed_words(at + 32 + 32 * half, skew, 4)
+    q1 = skewed_words(at + 48 + 32 * half, skew, 4)
+    a = skewed_words(at + 96, skew, 1)
+    b = skewed_words(at + 100, skew, 1)
+    top = skewed_words(at + 104, skew, 1)
+    s0 = ((a >> (4 * half).to(tl.uint32)) & 0x0F0F0F0F) | (tl.where(half == 0, top << 4, top) & 0x30303030)
+    s1 = ((b >> (4 * half).to(tl.uint32)) & 0x0F0F0F0F) | (tl.where(half == 0, top << 2, top >> 2) & 0x30303030)
     return (
-        _q3_k_plane(q0, 0, third0, 4 * H, d, s0, 0),
-        _q3_k_plane(q1, 0, third1, 4 * H, d, s0, 1),
-        _q3_k_plane(q0, 1, third0, 4 * H + 1, d, s0, 2),
-        _q3_k_plane(q1, 1, third1, 4 * H + 1, d, s0, 3),
-        _q3_k_plane(q0, 2, third0, 4 * H + 2, d, s1, 0),
-        _q3_k_plane(q1, 2, third1, 4 * H + 2, d, s1, 1),
-        _q3_k_plane(q0, 3, third0, 4 * H + 3, d, s1, 2),
-        _q3_k_plane(q1, 3, third1, 4 * H + 3, d, s1, 3),
+        _q3_k_plane(q0, third0, 0, d, s0, 0),
+        _q3_k_plane(q1, third1, 0, d, s0, 1),
+        _q3_k_plane(q0, third0, 1, d, s0, 2),
+        _q3_k_plane(q1, third1, 1, d, s0, 3),
+        _q3_k_plane(q0, third0, 2, d, s1, 0),
+        _q3_k_plane(q1, third1, 2, d, s1, 1),
+        _q3_k_plane(q0, third0, 3, d, s1, 2),
+        _q3_k_plane(q1, third1, 3, d, s1, 3),
     )
 
 
 @triton.jit
 def q3_k(row, step, table):
-    at = row + step * 110
-    d = f16_at(at + 108)
-    third0 = words(at, 4, 2)
-    third1 = words(at + 16, 4, 2)
-    a = words(at + 96, 1, 2)
-    b = words(at + 100, 1, 2)
-    top = words(at + 104, 1, 2)
-    s0 = (a & 0x0F0F0F0F) | ((top << 4) & 0x30303030)
-    s1 = (b & 0x0F0F0F0F) | ((top << 2) & 0x30303030)
-    s2 = ((a >> 4) & 0x0F0F0F0F) | (top & 0x30303030)
-    s3 = ((b >> 4) & 0x0F0F0F0F) | ((top >> 2) & 0x30303030)
-    return _q3_k_half(at, 0, third0, third1, d, s0, s1) + _q3_k_half(at, 1, third0, third1, d, s2, s3)
+    at = row + step // 2 * 110
+    return _q3_k_half(at, step % 2, skew_of(at))
+
+
+@triton.jit
+def q3_k_even(row, step, table):
+    return _q3_k_half(row + step // 2 * 110, step % 2, step // 2 % 2 * 2)
 
 
 @triton.jit
 def _iq4_xs_group(at, G: tl.constexpr, d, top, low, table):
     scale = (((low >> (4 * G)) & 15) | (((top >> (2 * G)) & 3) << 4)).to(tl.int32) - 32
     s = d * scale.to(tl.float32)
-    q = words(at + 8 + 16 * G, 4, 4)
+    q = words(at + 16 * G, 4, 0)
     return (looked_up(q, 0, table), s), (looked_up(q, 4, table), s)
 
 
 @triton.jit
 def iq4_xs(row, step, table):
-    at = row + step * 136
-    head = words(at, 1, 4)
+    block = row + step // 2 * 136
+    half = step % 2
+    head = words(block, 1, 0)
     d = f16_of(head)
-    top = head >> 16
-    low = words(at + 4, 1, 4)
-    a = _iq4_xs_group(at, 0, d, top, low, table) + _iq4_xs_group(at, 1, d, top, low, table)
-    b = _iq4_xs_group(at, 2, d, top, low, table) + _iq4_xs_group(at, 3, d, top, low, table)
-    c = _iq4_xs_group(at, 4, d, top, low, table) + _iq4_xs_group(at, 5, d, top, low, table)
-    return a + b + c + _iq4_xs_group(at, 6, d, top, low, table) + _iq4_xs_group(at, 7, d, top, low, table)
+    top = head >> (16 + 8 * half).to(tl.uint32)
+    low = words(block + 4, 1, 0) >> (16 * half).to(tl.uint32)
+    at = block + 8 + 64 * half
+    first = _iq4_xs_group(at, 0, d, top, low, table) + _iq4_xs_group(at, 1, d, top, low, table)
+    return first + _iq4_xs_group(at, 2, d, top, low, table) + _iq4_xs_group(at, 3, d, top, low, table)

@@ -1,0 +1,142 @@
+"""Compiles decode kernels ahead of time, without a GPU; run as a program, because the tests' process interprets kernels.
+
+`python -m tests.kernels.triton.compile_kernels quick|all` prints one JSON list: name, arch, shared bytes, spilled bytes.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from triton import compile as compile_kernel
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from makeway.gguf.types import GGMLType
+from makeway.kernels.triton.experts import (
+    COMBINE,
+    FETCH_WORDS,
+    down_kernel,
+    down_tiling,
+    fetch_kernel,
+    gate_up_kernel,
+    gate_up_tiling,
+    plan_kernel,
+)
+from makeway.kernels.triton.linear import linear_kernel, tiling
+from makeway.kernels.triton.unpack import PLANES, planes_for
+
+POINTERS = {
+    "raw": "*u8",
+    "arena": "*u8",
+    "counters": "*i32",
+    "table": "*i32",
+    "experts": "*i32",
+    "offsets": "*i64",
+    "missing": "*i32",
+    "chosen_by": "*i32",
+    "count": "*i32",
+    "fetched": "*i32",
+    "ids": "*i64",
+    "slot_of": "*i32",
+    "wanted": "*u8",
+    "spares": "*i32",
+}
+FLOATS = ("out", "parts", "acc_out", "outputs", "weights", "routing")
+HALVES = ("x", "hidden_out", "hidden_in")
+LONGS = ("slots_at", "slot_stride", "transient_at", "transient_stride")
+ANY_VALUE = ("n", "n_ids", "n_spares", "top_k", "x_part_stride")
+
+
+def compiled(kernel: Any, constants: dict[str, Any], *, arch: int, types: dict[str, str] | None = None) -> Any:
+    """The kernel for one specialisation, sizes and strides being multiples of 16; options stand among the constants."""
+    known = {
+        **POINTERS,
+        **dict.fromkeys(FLOATS, "*fp32"),
+        **dict.fromkeys(HALVES, "*bf16"),
+        **dict.fromkeys(LONGS, "i64"),
+        **(types or {}),
+    }
+    options = {name: value for name, value in constants.items() if name not in kernel.arg_names}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in kernel.arg_names}
+    multiples = {
+        (i,): [["tt.divisibility", 16]]
+        for i, (name, kind) in enumerate(signature.items())
+        if kind != "constexpr" and name not in ANY_VALUE
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=multiples)
+    return compile_kernel(source, target=GPUTarget("cuda", arch, 32), options={"enable_fp_fusion": True, **options})
+
+
+def linear_case(
+    kind: GGMLType, n_rows: int, n_cols: int, x_parts: int
+) -> tuple[str, Any, dict[str, Any], dict[str, str]]:
+    """A linear of the decode step."""
+    constants = {
+        **planes_for(kind, n_cols).arguments(),
+        **tiling(kind, n_rows, n_cols).arguments(),
+        "X_PARTS": x_parts,
+        "N": 8,
+    }
+    return f"linear {kind.name} {n_rows}x{n_cols} of {x_parts}", linear_kernel, constants, {}
+
+
+def gate_up_case(
+    gate: GGMLType, up: GGMLType, hidden: int, width: int
+) -> tuple[str, Any, dict[str, Any], dict[str, str]]:
+    constants = {
+        **planes_for(gate, hidden).arguments("G_"),
+        **planes_for(up, hidden).arguments("U_"),
+        **gate_up_tiling(gate, width, hidden).arguments(),
+        "U_UNROLL": gate_up_tiling(up, width, hidden).unroll,
+        "ALIKE": gate == up,
+        "X_PARTS": 2,
+        "N": 8,
+    }
+    return f"gate_up {gate.name} {up.name}", gate_up_kernel, constants, {}
+
+
+def down_case(kind: GGMLType, hidden: int, width: int) -> tuple[str, Any, dict[str, Any], dict[str, str]]:
+    constants = {
+        **planes_for(kind, width).arguments(),
+        **down_tiling(kind, hidden, width).arguments(),
+        "N": 8,
+        "COMBINE": COMBINE,
+    }
+    del constants["SPLIT"]
+    return f"down {kind.name}", down_kernel, constants, {}
+
+
+def cases(every: bool) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, str]]]:
+    """Name, kernel, constants, argument types."""
+    yield "plan", plan_kernel, {"PADDED": 128, "SPARES": 8, "N": 8, "num_warps": 4}, {}
+    yield "fetch", fetch_kernel, {"WORDS": FETCH_WORDS, "num_warps": 8}, {"store": "*i32", "arena": "*i32"}
+    yield linear_case(GGMLType.Q6_K, 248320, 2560, 2)
+    yield gate_up_case(GGMLType.Q4_K, GGMLType.Q4_K, 2560, 640)
+    yield down_case(GGMLType.Q5_1, 2560, 640)
+    if not every:
+        return
+    for kind in PLANES:
+        yield linear_case(kind, 12288, 2560, 1)
+        yield linear_case(kind, 640, 2560, 2)
+        if 2560 % PLANES[kind].step == 0:
+            yield gate_up_case(kind, kind, 2560, 640)
+        if 640 % PLANES[kind].step == 0:
+            yield down_case(kind, 2560, 640)
+        if 768 % PLANES[kind].step == 0:
+            yield down_case(kind, 2048, 768)
+    yield gate_up_case(GGMLType.Q4_K, GGMLType.Q6_K, 2560, 640)
+
+
+def main(every: bool) -> None:
+    found = []
+    for name, kernel, constants, types in cases(every):
+        for arch in (86, 90):
+            result = compiled(kernel, constants, arch=arch, types=types)
+            found.append({"name": name, "arch": arch, "shared": result.metadata.shared})
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] == "all")

@@ -1,0 +1,192 @@
+import pytest
+import torch
+
+from makeway.gguf.types import GGMLType
+from makeway.kernels import Weight
+from makeway.kernels.triton.experts import ExpertLayout, Rooms, StepBuffers, fetch_missing, plan_step, run_experts
+from makeway.kernels.triton.linear import Scratch
+from makeway.quants import decode_rows
+from tests.kernels.triton.blocks import random_weight
+
+N_EXPERTS, TOP_K = 7, 3
+STRIDE = 1 << 16
+
+
+class Rig:
+    """A layer of experts in a store, and an arena with four slots, two of which are spares, and a transient region."""
+
+    def __init__(self, layout, device, *, seed=0):
+        self.layout = layout
+        self.device = device
+        self.store = torch.zeros((N_EXPERTS, STRIDE), dtype=torch.uint8)
+        self.weights = []
+        for e in range(N_EXPERTS):
+            gate = random_weight(layout.gate, layout.width, layout.hidden, seed=seed + 3 * e)
+            up = random_weight(layout.up, layout.width, layout.hidden, seed=seed + 3 * e + 1)
+            down = random_weight(layout.down, layout.hidden, layout.width, seed=seed + 3 * e + 2)
+            flat = torch.cat([w.raw.reshape(-1) for w in (gate, up, down)])
+            assert flat.numel() == layout.expert_bytes
+            self.store[e, : flat.numel()] = flat
+            self.weights.append([w.decode().double() for w in (gate, up, down)])
+        self.rooms = Rooms(slots_at=256, slot_stride=STRIDE, transient_at=256 + 4 * STRIDE, transient_stride=STRIDE)
+        if device.type == "cuda":
+            self.store = self.store.pin_memory()
+        self.arena = torch.randint(0, 256, (256 + (4 + 8 * TOP_K) * STRIDE,), dtype=torch.uint8).to(device)
+        self.slot_of = torch.full((N_EXPERTS,), -1, dtype=torch.int32)
+        self.scratch = Scratch(device, n_parts=1 << 16, n_tiles=256)
+
+    def put(self, expert, slot):
+        self.slot_of[expert] = slot
+        at = 256 + slot * STRIDE
+        self.arena[at : at + STRIDE] = self.store[expert].to(self.device)
+
+    def step(self, x, ids, routing, *, wanted=(), spares=(2, 3), acc=None):
+        """acc, fetched and the buffers after plan, fetch and run."""
+        n = ids.shape[0]
+        layout, device = self.layout, self.device
+        buffers = StepBuffers(device, n=n, top_k=TOP_K, hidden=layout.hidden, width=layout.width)
+        buffers.hidden.fill_(torch.nan)
+        buffers.outputs.fill_(torch.nan)
+        wish = torch.zeros(N_EXPERTS, dtype=torch.uint8)
+        wish[list(wanted)] = 1
+        acc = torch.zeros((n, layout.hidden)) if acc is None else acc.clone()
+        acc = acc.to(device)
+        fetched = plan_step(
+            buffers,
+            ids.to(device),
+            routing=routing.to(device),
+            slot_of=self.slot_of.to(device),
+            wanted=wish.to(device),
+            spares=torch.tensor(spares, dtype=torch.int32, device=device),
+            rooms=self.rooms,
+        )
+        fetch_missing(buffers, self.store, self.arena, n_bytes=layout.expert_bytes)
+        run_experts(buffers, x.to(device), self.arena, layout=layout, acc=acc, scratch=self.scratch)
+        assert not self.scratch.counters.any()
+        return acc.cpu(), fetched.cpu().tolist(), buffers
+
+    def reference(self, x, ids, routing, acc):
+        """f64, and the size of the terms that were added."""
+        out, size = acc.double(), acc.double().abs()
+        for row in range(ids.shape[0]):
+            for expert, weight in zip(ids[row].tolist(), routing[row].tolist(), strict=True):
+                if expert < 0:
+                    continue
+                gate, up, down = self.weights[expert]
+                g = gate @ x[row].double()
+                h = g * torch.sigmoid(g) * (up @ x[row].double())
+                out[row] += weight * (down @ h)
+                size[row] += abs(weight) * (down.abs() @ h.abs())
+        return out, size
+
+
+def _inputs(n, hidden, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, hidden, generator=generator)
+    ids = torch.stack([torch.randperm(N_EXPERTS, generator=generator)[:TOP_K] for _ in range(n)])
+    return x, ids, torch.rand(n, TOP_K, generator=generator)
+
+
+LAYOUT = ExpertLayout(GGMLType.Q8_0, GGMLType.Q8_0, GGMLType.Q5_1, hidden=64, width=64)
+LAYOUTS = [
+    LAYOUT,
+    ExpertLayout(GGMLType.Q4_K, GGMLType.Q4_K, GGMLType.Q5_1, hidden=256, width=32),
+    ExpertLayout(GGMLType.Q8_0, GGMLType.Q5_0, GGMLType.Q8_0, hidden=64, width=32),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda s: f"{s.gate.name}-{s.up.name}-{s.down.name}")
+def test_a_step_of_hits_and_misses_agrees_with_the_reference(layout, device):
+    rig = Rig(layout, device)
+    rig.put(1, 0)
+    rig.put(4, 1)
+    x, ids, routing = _inputs(2, layout.hidden)
+    start = torch.randn(2, layout.hidden)
+    acc, _, _ = rig.step(x, ids, routing, wanted=range(N_EXPERTS), acc=start)
+    expected, size = rig.reference(x, ids, routing, start)
+    # two products in a row, each good to 2^-16 of its terms; the hidden values cancel, so their error weighs more
+    assert bool(((acc.double() - expected).abs() <= 2e-3 * size).all())
+    assert ((acc.double() - expected).norm() / expected.norm()) < 2e-4
+
+
+def test_bits_do_not_depend_on_where_experts_lie_or_on_company(device):
+    x, ids, routing = _inputs(4, LAYOUT.hidden, seed=1)
+    all_missing = Rig(LAYOUT, device).step(x, ids, routing)[0]
+    some = Rig(LAYOUT, device)
+    some.put(2, 1)
+    some.put(5, 0)
+    assert torch.equal(some.step(x, ids, routing, wanted=(0, 3, 6))[0], all_missing)
+    alone = [Rig(LAYOUT, device).step(x[i : i + 1], ids[i : i + 1], routing[i : i + 1])[0] for i in range(4)]
+    assert torch.equal(torch.cat(alone), all_missing)
+
+
+def test_the_plan_names_entries_spares_and_the_transient_region(device):
+    rig = Rig(LAYOUT, device)
+    rig.put(4, 1)
+    ids = torch.tensor([[6, 4, 0], [3, 0, 5]])
+    x = torch.randn(2, LAYOUT.hidden)
+    routing = torch.tensor([[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]])
+    _, fetched, buffers = rig.step(x, ids, routing, wanted=(3, 5, 6))
+    rooms = rig.rooms
+    assert buffers.count.item() == 5
+    assert buffers.experts.tolist() == [0, 3, 4, 5, 6, -1]
+    assert buffers.missing[:5].tolist() == [1, 1, 0, 1, 1]
+    assert buffers.chosen_by[:5].tolist() == [3, 2, 1, 2, 1]
+    assert buffers.offsets[:5].tolist() == [
+        rooms.transient_at,
+        rooms.slots_at + 2 * STRIDE,
+        rooms.slots_at + STRIDE,
+        rooms.slots_at + 3 * STRIDE,
+        rooms.transient_at + STRIDE,
+    ]
+    assert fetched == [3, 5]
+    expected = torch.zeros((5, 2))
+    expected[[0, 0, 1, 2, 3, 4], [0, 1, 1, 0, 1, 0]] = torch.tensor([0.3, 0.5, 0.4, 0.2, 0.6, 0.1])
+    used = expected > 0
+    assert torch.equal(buffers.weights[:5, :2].cpu()[used], expected[used])
+
+
+def test_fetched_bytes_are_those_of_the_store_and_nothing_else_changes(device):
+    rig = Rig(LAYOUT, device)
+    rig.put(4, 1)
+    before = rig.arena.clone()
+    ids = torch.tensor([[6, 4, 0]])
+    rig.step(torch.zeros(1, LAYOUT.hidden), ids, torch.ones(1, TOP_K), wanted=(6,))
+    n_bytes = LAYOUT.expert_bytes
+    rooms = rig.rooms
+    for at, expert in ((rooms.slots_at + 2 * STRIDE, 6), (rooms.transient_at, 0)):
+        assert torch.equal(rig.arena[at : at + n_bytes].cpu(), rig.store[expert, :n_bytes])
+        before[at : at + n_bytes] = rig.arena[at : at + n_bytes]
+    assert torch.equal(rig.arena, before)
+
+
+def test_padding_rows_do_nothing(device):
+    rig = Rig(LAYOUT, device)
+    x, ids, routing = _inputs(2, LAYOUT.hidden, seed=2)
+    alone, fetched, _ = rig.step(x[:1], ids[:1], routing[:1], wanted=range(N_EXPERTS))
+    padded_ids = torch.cat((ids[:1], torch.full((1, TOP_K), -1)))
+    start = torch.cat((torch.zeros(1, LAYOUT.hidden), torch.full((1, LAYOUT.hidden), 5.0)))
+    acc, padded_fetched, buffers = rig.step(x, padded_ids, routing, wanted=range(N_EXPERTS), acc=start)
+    assert torch.equal(acc[0], alone[0])
+    assert torch.equal(acc[1], start[1])
+    assert padded_fetched == fetched
+    assert buffers.experts.tolist() == sorted(ids[0].tolist()) + [-1] * 3
+    nothing, none_fetched, buffers = rig.step(x, torch.full((2, TOP_K), -1), routing, acc=start)
+    assert torch.equal(nothing, start)
+    assert none_fetched == [-1, -1]
+    assert buffers.count.item() == 0
+
+
+def test_without_spares_every_miss_passes_through(device):
+    rig = Rig(LAYOUT, device)
+    x, ids, routing = _inputs(1, LAYOUT.hidden, seed=3)
+    _, fetched, buffers = rig.step(x, ids, routing, wanted=range(N_EXPERTS), spares=())
+    assert fetched == []
+    assert buffers.offsets.tolist() == [rig.rooms.transient_at + i * STRIDE for i in range(TOP_K)]
+
+
+def test_a_layout_says_where_matrices_lie():
+    layout = ExpertLayout(GGMLType.Q4_K, GGMLType.Q4_K, GGMLType.Q5_1, hidden=2560, width=640)
+    assert (layout.up_at, layout.down_at, layout.expert_bytes) == (921_600, 1_843_200, 3_072_000)
+    assert decode_rows(torch.zeros((1, 480), dtype=torch.uint8), GGMLType.Q5_1).shape == (1, 640)
+    assert Weight(torch.zeros((1, 1440), dtype=torch.uint8), GGMLType.Q4_K, 2560).nbytes * 640 == layout.up_at
