@@ -24,6 +24,7 @@ def parse_bytes(text: str, flag: str) -> int:
 
 DeviceName = Literal["auto", "cpu", "cuda"]
 Handover = Literal["auto", "never", "always"]
+DrafterName = Literal["auto", "none", "mtp", "lookup", "mtp+lookup"]
 
 
 def _check(ok: bool, what: str, do: str) -> None:
@@ -40,9 +41,11 @@ class EngineConfig:
     together (None: the model's own, at most 8192). parallel: sequences at once. kv_type: "f16" or "f32". slots: expert
     slots a layer. policy: who stays in them; profile: the routing trace that policy "static" needs. uploads_per_layer:
     misses kept a layer and step. chunk: prompt tokens that go through a layer together. sweep_tokens: prompt tokens of
-    one pass over the layers. handover: "auto", "never" or "always" (lends every slot to every prompt). max_prefill_s:
-    answers wait at most so long while prompts are read. trace: a file that records what was routed. audit: compare
-    every slot with the expert store after each hand-over.
+    one pass over the layers. handover: "auto", "never" or "always" (lends every slot to every prompt). drafter:
+    "mtp" (the model's own block), "lookup" (text that has occurred), "mtp+lookup" or "none"; "auto" takes the block
+    where the file has one. draft_depth: drafts a sequence and step; "auto": as many as pay. max_prefill_s: answers
+    wait at most so long while prompts are read. trace: a file that records what was routed. audit:
+    compare every slot with the expert store after each hand-over.
     """
 
     device: DeviceName = "auto"
@@ -58,6 +61,8 @@ class EngineConfig:
     chunk: int | None = None
     sweep_tokens: int | None = None
     handover: Handover = "auto"
+    drafter: DrafterName = "auto"
+    draft_depth: int | Literal["auto"] = "auto"
     prefix_ram: int | None = None
     max_prefill_s: float = 60.0
     trace: Path | None = None
@@ -66,6 +71,12 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check(self.device in ("auto", "cpu", "cuda"), f"--device {self.device}", "use auto, cpu or cuda")
         _check(self.handover in ("auto", "never", "always"), f"--handover {self.handover}", "use auto, never or always")
+        drafters = ("auto", "none", "mtp", "lookup", "mtp+lookup")
+        _check(self.drafter in drafters, f"--drafter {self.drafter}", "use " + ", ".join(drafters))
+        depth = self.draft_depth
+        _check(
+            depth == "auto" or (isinstance(depth, int) and depth >= 0), f"--draft-depth {depth}", "use auto, 0 or more"
+        )
         for flag, value, least in (
             ("--vram", self.vram, 1),
             ("--ram", self.ram, 1),

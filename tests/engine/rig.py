@@ -39,6 +39,7 @@ def open_engine(file=QWEN4EXP, *, device=None, **config):
         "parallel": 3,
         "slots": 2,
         "uploads_per_layer": 1,
+        "drafter": "none",
         "prefix_ram": 0,
     } | config
     return Engine(golden_path(file), EngineConfig(**config), device=device or LazyDevice())

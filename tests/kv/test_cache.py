@@ -37,7 +37,8 @@ def planned(runner, *, kv_type="f32", drafts=0):
     shapes = {i: runner.facts.kv_shapes[i] for room in rooms for i in room.layers}
     n_blocks = plan.sizes.kv_tokens // BLOCK_TOKENS
     cache = KVCache(shapes, n_blocks, device=CPU, item_type=KV_TYPES[kv_type], rooms=rooms)
-    states = StateShapes.of(runner.facts.state_shapes, kv=shapes, ple=runner.facts.ple_tails)
+    tails = runner.facts.draft_tails if drafts else None
+    states = StateShapes.of(runner.facts.state_shapes, kv=shapes, ple=runner.facts.ple_tails, draft=tails)
     n_kept = 1 + drafts if drafts else 0
     rooms = {"room": views.get("recurrent state"), "kept_room": views.get("replay rows")}
     return plan, cache, StatePool(states, 2, device=CPU, n_kept=n_kept, **rooms), facts

@@ -7,6 +7,7 @@ number of passes and then one `end`, which lets the expert cache's policy move o
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from makeway.engine.memory import EngineMemory
@@ -15,7 +16,7 @@ from makeway.experts.executors import Experts
 from makeway.experts.recorder import Recorder
 from makeway.experts.routed import RoutedInput
 from makeway.kv import Batch, Segment, SequenceState
-from makeway.models.base import run_trunk
+from makeway.models.base import run_layer, run_trunk
 
 Parts = list[tuple[SequenceState, list[int]]]
 """Sequences and their next tokens; KV room must be reserved."""
@@ -28,6 +29,17 @@ class StepRows:
     residual: Tensor
     logits: Tensor
     segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Rows of a sequence that the trunk has read for good: tokens and residual f32 [n, ...]; the sequence's length is
+    behind them. `is_drafted`: the MTP block has read the first of them with the trunk's state."""
+
+    sequence: SequenceState
+    tokens: list[int]
+    residual: Tensor
+    is_drafted: bool
 
 
 class DecodeStep:
@@ -50,6 +62,36 @@ class DecodeStep:
             for i, name in zip(range(len(parts)), names, strict=True):
                 self._recorder.write(i, "decode", sequence=name)
         return StepRows(h, memory.model.head(h), batch.segments)
+
+    def tail(self, sequence: SequenceState) -> Tensor:
+        """What the MTP block needs of the trunk for the sequence's last token, f32 [...], in place."""
+        return sequence.state.tensors["draft", self._memory.model.facts.n_layers]
+
+    def draft(self, parts: Parts, states: Tensor, *, ahead: int) -> tuple[Tensor, Tensor]:
+        """The MTP block over the token `ahead` places behind each sequence's last one; states f32 [n, ...] of the
+        places before. Returns logits f32 [n, vocab] and the states that a chained draft starts from."""
+        memory, model = self._memory, self._memory.model
+        batch = Batch.of(parts, device=memory.device.torch_device, offset=ahead)
+        h = model.draft_input(batch, states)
+        h = run_layer(model, self._experts, model.facts.n_layers, h=h, batch=batch)
+        return model.draft_head(h), model.draft_state(h)
+
+    def follow(self, standing: Sequence[Standing]) -> None:
+        """The MTP block's keys and values of rows that stand, and the state of each sequence's last row."""
+        memory, model = self._memory, self._memory.model
+        parts: Parts = []
+        states, offsets = [], []
+        for s in standing:
+            tail, trunk = self.tail(s.sequence), model.trunk_state(s.residual)
+            skip = int(s.is_drafted)
+            if len(s.tokens) > skip:
+                parts.append((s.sequence, s.tokens[skip:]))
+                states.append(torch.cat((tail[None], trunk[:-1]))[skip:])
+                offsets.append(skip - len(s.tokens))
+            tail.copy_(trunk[-1])
+        if parts:
+            batch = Batch.of(parts, device=memory.device.torch_device, offset=offsets)
+            model.draft_remember(batch, torch.cat(states))
 
     def end(self) -> None:
         """The step is complete."""

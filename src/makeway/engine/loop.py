@@ -248,8 +248,8 @@ class Loop:
         return events
 
     def _choose(self, request: Request, row: torch.Tensor) -> list[Event]:
-        """Chooses the next token of a request from logits [vocab]; the request is finished when it is its last, and with
-        an "error" event when its own grammar and bias leave no token."""
+        """Chooses the next token of a request from logits [vocab]; the request is finished when it is its last, and
+        with an "error" event when its own grammar and bias leave no token."""
         logits = row.cpu().numpy()
         params, grammar = request.sampling, request.grammar
         try:

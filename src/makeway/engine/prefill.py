@@ -119,15 +119,16 @@ class Sweep:
         on_mixed: OnMixed | None = None,
         prefetch: Callable[[int], None] | None = None,
         cuts: Sequence[Collection[int]] = (),
+        with_mtp: bool = False,
     ) -> None:
         """`buffers`: at least as many rows as there are tokens. `on_routed(layer, part, ids [n, k])` is told what
         each layer routed, `on_mixed(layer, part, n)` that a layer's mixer has read the first n tokens of a part,
         `prefetch(layer)` which layer's experts are needed next. `cuts`, by part: after so many of its tokens a chunk
-        ends, wherever chunks of the usual size would."""
+        ends, wherever chunks of the usual size would. `with_mtp`: the MTP block reads the tokens too."""
         assert parts
         assert chunk >= 1
         self._model, self._experts, self._prefetch = model, experts, prefetch
-        self._on_routed, self._on_mixed = on_routed, on_mixed
+        self._on_routed, self._on_mixed, self._with_mtp = on_routed, on_mixed, with_mtp
         self.parts: list[SweepPart] = []
         self._chunks: list[tuple[SweepPart, slice, Batch]] = []
         self.n_tokens = 0
@@ -144,7 +145,7 @@ class Sweep:
             self.n_tokens += len(tokens)
         self.buffers = buffers or SweepBuffers.allocate(model, self.n_tokens)
         assert self.buffers.x.shape[0] >= self.n_tokens
-        self.n_units = model.facts.n_layers * (len(self._chunks) + 1)
+        self.n_units = model.facts.n_layers * (len(self._chunks) + 1) + with_mtp * len(self._chunks)
         self.n_done = 0
         self.is_done = False
         self._dropped: set[int] = set()
@@ -196,12 +197,30 @@ class Sweep:
             for _, rows, _ in self._live_chunks():
                 buffers.residual[rows] = model.combine(layer, buffers.residual[rows], buffers.routed(rows))
             self.n_done += 1
-            if layer < n_layers - 1:
+            if layer < n_layers - 1 or self._with_mtp:
                 yield
+        if self._with_mtp:
+            yield from self._draft_steps()
         for part in self.parts:
             if self._is_live(part):
                 part.sequence.advance(len(part.tokens))
         self.is_done = True
+
+    def _draft_steps(self) -> Iterator[None]:
+        """The MTP block reads each token beside the trunk's state of the token before. Its output is not needed here,
+        so neither are its experts: it is one layer, whose keys and values depend on its input alone."""
+        model, layer = self._model, self._model.facts.n_layers
+        for i, (part, rows, batch) in enumerate(self._chunks):
+            if self._is_live(part):
+                tail = part.sequence.state.tensors["draft", layer]
+                trunk = model.trunk_state(self.buffers.residual[rows])
+                model.draft_remember(batch, torch.cat((tail[None], trunk[:-1])))
+                tail.copy_(trunk[-1])
+                if self._on_mixed is not None:
+                    self._on_mixed(layer, part, rows.stop - part.first)
+            self.n_done += 1
+            if i < len(self._chunks) - 1:
+                yield
 
     def run(self) -> None:
         """The whole sweep at once."""

@@ -21,11 +21,45 @@ class TokenLogprobs:
     best: tuple[tuple[int, float], ...]
 
 
+@dataclass
+class DraftCounts:
+    """What was drafted and accepted. `by_place` [drafted, accepted]: of first drafts, second ones, and so on; `depths`:
+    steps by the number of drafts chosen for them. A step of one answer counts as one."""
+
+    n_steps: int = 0
+    n_drafted: int = 0
+    n_accepted: int = 0
+    by_place: list[list[int]] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+
+    def add(self, n_drafted: int, n_accepted: int) -> None:
+        """One step: its first `n_accepted` drafts were right."""
+        self.n_steps += 1
+        self.n_drafted += n_drafted
+        self.n_accepted += n_accepted
+        self.depths += [0] * (n_drafted + 1 - len(self.depths))
+        self.depths[n_drafted] += 1
+        self.by_place += [[0, 0] for _ in range(n_drafted - len(self.by_place))]
+        for place in range(n_drafted):
+            self.by_place[place][0] += 1
+            self.by_place[place][1] += place < n_accepted
+
+    @property
+    def acceptance(self) -> float | None:
+        """Accepted of all drafted; None when nothing was."""
+        return self.n_accepted / self.n_drafted if self.n_drafted else None
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Mean accepted length: the tokens that a step brings, its own one and the drafts that were right."""
+        return (self.n_steps + self.n_accepted) / self.n_steps if self.n_steps else None
+
+
 @dataclass(frozen=True)
 class Timings:
     """Counts and seconds of one request; `prompt_s` from the first prompt token computed to the first token out.
 
-    `n_cached`: prompt tokens that an earlier request had read.
+    `n_cached`: prompt tokens that an earlier request had read. `drafts`: of the answer so far.
     """
 
     n_prompt: int
@@ -33,6 +67,7 @@ class Timings:
     prompt_s: float
     answer_s: float
     n_cached: int = 0
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
     @property
     def prompt_tokens_per_s(self) -> float:
@@ -84,6 +119,7 @@ class Request:
     last_token_s: float = 0.0
     finished: bool = False
     counts: dict[int, int] = field(default_factory=dict)
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
     @property
     def answer(self) -> list[int]:
@@ -106,4 +142,4 @@ class Request:
     def timings(self) -> Timings:
         prompt_s = max(0.0, self.first_token_s - self.started_s)
         answer_s = max(0.0, self.last_token_s - self.first_token_s)
-        return Timings(self.n_prompt, self.n_answer, prompt_s, answer_s, self.n_cached)
+        return Timings(self.n_prompt, self.n_answer, prompt_s, answer_s, self.n_cached, self.drafts)

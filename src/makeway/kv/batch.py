@@ -4,7 +4,7 @@ Owns nothing. Never mixes sequences: a segment is a run of consecutive tokens of
 Hazard: positions are absolute and count from the sequence's first token.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -57,22 +57,24 @@ class Batch:
         parts: list[tuple[SequenceState, list[int]]],
         *,
         device: torch.device,
-        offset: int = 0,
+        offset: int | Sequence[int] = 0,
         keep_rows: bool = False,
     ) -> "Batch":
-        """A batch of tokens of several sequences, `offset` tokens after each one's length (a later chunk of a sweep);
-        KV room must be reserved already. `keep_rows`: a verify step, see `SequenceState`."""
+        """A batch of tokens of several sequences; KV room must be reserved already. `keep_rows`: a verify step, see
+        `SequenceState`. `offset`, one for all or one each: they begin so many tokens after the sequence's length (a
+        later chunk of a sweep), or before it (the MTP block reads after the trunk)."""
         segments: list[Segment] = []
         spans: list[Span] = []
         tokens: list[int] = []
         positions: list[int] = []
-        for sequence, new in parts:
+        offsets = [offset] * len(parts) if isinstance(offset, int) else offset
+        for (sequence, new), ahead in zip(parts, offsets, strict=True):
             assert new
             assert not sequence.n_held, "rows of a verify step wait for accept()"
-            first, n, start = len(tokens), len(new), sequence.length + offset
+            first, n, start = len(tokens), len(new), sequence.length + ahead
             segments.append(Segment(sequence, first, n, start))
             # What a later chunk loads is behind the first one already.
-            n_replay = sequence.n_replay if offset == 0 else 0
+            n_replay = sequence.n_replay if ahead == 0 else 0
             spans.append(Span(first, n, start, sequence.table.blocks, sequence.place, n_replay))
             positions += range(start, start + n)
             tokens += new

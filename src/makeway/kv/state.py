@@ -38,7 +38,8 @@ class StateShapes:
     """What one sequence keeps, by layer: (kind, layer) -> shape of a float32 tensor.
 
     `shapes`, kinds: "delta" [heads, d_k, d_v]; "conv" [taps - 1, channels]; "ple_conv" [tail, width]; "raw" [ring
-    rows, index_dim] (indexer keys of the last positions, at position % ring rows). `kept`, what a verify step keeps of
+    rows, index_dim] (indexer keys of the last positions, at position % ring rows); "draft" (what the MTP block needs of
+    the trunk for the last token, which its next input is made of). `kept`, what a verify step keeps of
     each row: "k" [k_heads, d_k], "v" [heads, d_v], "gates" [2, heads] (decay, beta), "conv" [channels], "ple_conv"
     [width]. Raw indexer keys, like KV, are overwritten by position and need no replay: the ring is long enough.
     """
@@ -49,9 +50,15 @@ class StateShapes:
 
     @classmethod
     def of(
-        cls, linear: Mapping[int, StateShape], *, kv: Mapping[int, KVShape], ple: Mapping[int, tuple[int, int]]
+        cls,
+        linear: Mapping[int, StateShape],
+        *,
+        kv: Mapping[int, KVShape],
+        ple: Mapping[int, tuple[int, int]],
+        draft: Mapping[int, tuple[int, ...]] | None = None,
     ) -> "StateShapes":
-        """From a model's facts: linear-attention layers, attention layers (for their indexers), PLE tails."""
+        """From a model's facts: linear-attention layers, attention layers (for their indexers), PLE tails, and, when
+        it drafts, its MTP block."""
         shapes: dict[Key, tuple[int, ...]] = {}
         kept: dict[Key, tuple[int, ...]] = {}
         for layer, s in linear.items():
@@ -65,6 +72,7 @@ class StateShapes:
             shapes["ple_conv", layer] = (n_tail, width)
             kept["ple_conv", layer] = (width,)
         shapes |= {("raw", layer): (k.ring_rows, k.index_dim) for layer, k in kv.items() if k.index_dim}
+        shapes |= {("draft", layer): shape for layer, shape in (draft or {}).items()}
         return cls(shapes, kept, {layer: s.tiled for layer, s in linear.items()})
 
     @property
@@ -179,7 +187,7 @@ class StatePool:
         for kind, layer in self.tensors:
             if kind == "delta":
                 ops.replay_delta(self.delta(layer), rows)
-            elif kind != "raw":
+            elif kind in ("conv", "ple_conv"):
                 ops.replay_conv(self.conv(kind, layer), rows)
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from makeway.kernels import Ops, Weight
 from makeway.kv import Batch
-from makeway.layers.sparse_attention import IndexerWeights, selected_blocks
+from makeway.layers.sparse_attention import IndexerWeights, selected_blocks, write_keys
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,10 @@ def attention(ops: Ops, shape: AttentionShape, w: AttentionWeights, *, layer: in
     n, d = x.shape[0], shape.head_dim
     q = ops.linear(x, w.q).view(n, shape.n_heads, -1)
     gate = q[..., d:] if shape.gated else None
-    k = ops.linear(x, w.k).view(n, shape.n_kv_heads, d)
-    v = ops.linear(x, w.v).view(n, shape.n_kv_heads, -1)
     q = ops.rope(ops.rms_norm(q[..., :d], w.q_norm, shape.eps), batch.positions, n_rot=shape.n_rot, theta=shape.theta)
-    k = ops.rope(ops.rms_norm(k, w.k_norm, shape.eps), batch.positions, n_rot=shape.n_rot, theta=shape.theta)
     q = q * d**-0.5
+    remember(ops, shape, w, layer=layer, x=x, batch=batch)
     kv = batch.kv(layer)
-    ops.write_kv(k, v, kv=kv, rows=batch.rows)
     selected = None
     if w.indexer is not None:
         selected = selected_blocks(ops, w.indexer, kv=kv, x=x, batch=batch)
@@ -56,3 +53,14 @@ def attention(ops: Ops, shape: AttentionShape, w: AttentionWeights, *, layer: in
     if gate is not None:
         out = out * ops.sigmoid(gate)
     return ops.linear(out.reshape(n, -1), w.output)
+
+
+def remember(ops: Ops, shape: AttentionShape, w: AttentionWeights, *, layer: int, x: Tensor, batch: Batch) -> None:
+    """Writes the keys and values, and the indexer's keys, of x f32 [n, hidden], as `attention` does, and no more."""
+    n, d = x.shape[0], shape.head_dim
+    k = ops.linear(x, w.k).view(n, shape.n_kv_heads, d)
+    v = ops.linear(x, w.v).view(n, shape.n_kv_heads, -1)
+    k = ops.rope(ops.rms_norm(k, w.k_norm, shape.eps), batch.positions, n_rot=shape.n_rot, theta=shape.theta)
+    ops.write_kv(k, v, kv=batch.kv(layer), rows=batch.rows)
+    if w.indexer is not None:
+        write_keys(ops, w.indexer, kv=batch.kv(layer), x=x, batch=batch)

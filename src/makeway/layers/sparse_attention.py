@@ -30,13 +30,17 @@ class IndexerWeights:
     eps: float
 
 
+def write_keys(ops: Ops, w: IndexerWeights, *, kv: KVLayer, x: Tensor, batch: Batch) -> None:
+    """The new pooled and raw keys of x f32 [n, hidden], the attention's own input."""
+    raw = ops.linear(x, w.k_proj)
+    ops.index_pool(raw, w.k_norm, kv=kv, rows=batch.rows, eps=w.eps, n_rot=w.n_rot, theta=w.theta)
+
+
 def selected_blocks(ops: Ops, w: IndexerWeights, *, kv: KVLayer, x: Tensor, batch: Batch) -> Tensor | None:
     """Blocks int32 [n, n_select] that each row may see besides its tail; None where every row sees all keys.
 
-    x f32 [n, hidden]: the attention's own input. Writes the new pooled and raw keys.
+    x f32 [n, hidden]: the attention's own input, whose keys must be written.
     """
-    raw = ops.linear(x, w.k_proj)
-    ops.index_pool(raw, w.k_norm, kv=kv, rows=batch.rows, eps=w.eps, n_rot=w.n_rot, theta=w.theta)
     if batch.rows.max_keys // w.ratio <= w.n_select:
         return None
     q = ops.rms_norm(ops.linear(x, w.q_proj).view(x.shape[0], w.n_heads, w.dim), w.q_norm, w.eps)

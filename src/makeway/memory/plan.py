@@ -168,7 +168,9 @@ class MemoryPlan:
             n_kept = min(self.decode.n_ranks, spare_bytes // self.decode.rank_bytes)
         n_lent = self.decode.n_ranks - n_kept
         copies_all = per_sweep >= self.copy_all_tokens
-        copied = predict.copied_bytes(self.layers, min(n_kept, self.n_slots), per_sweep, copies_all=copies_all)
+        copied = predict.copied_bytes(
+            self.sizes.sweep_layers, min(n_kept, self.n_slots), per_sweep, copies_all=copies_all
+        )
         restored = (self.n_slots - min(n_kept, self.n_slots)) * sum(la.expert_bytes for la in self.layers)
         return Lending(
             n_tokens=n_tokens,

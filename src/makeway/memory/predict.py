@@ -82,7 +82,7 @@ def sweep_flops(plan: "MemoryPlan", n_tokens: int) -> tuple[int, int]:
     seen = budget * (budget + 1) // 2 + (n_tokens - budget) * budget
     dense = n_tokens * facts.dense_flops_per_token
     dense += seen * facts.attention_flops_per_pair + pairs * facts.indexer_flops_per_pair
-    return dense, n_tokens * facts.expert_flops_per_token(plan.sizes.with_mtp)
+    return dense, n_tokens * facts.expert_flops_per_token(False)
 
 
 def _sweep_hbm_bytes(plan: "MemoryPlan", lending: "Lending") -> tuple[int, int]:
@@ -93,7 +93,7 @@ def _sweep_hbm_bytes(plan: "MemoryPlan", lending: "Lending") -> tuple[int, int]:
     weights = facts.resident_bytes(on_host=False, is_mtp=False)
     share = 1.0 if lending.copies_all else None
     experts = 0
-    for layer in plan.layers:
+    for layer in plan.sizes.sweep_layers:
         part = share or distinct_share(layer.n_experts, layer.top_k, lending.sweep_tokens)
         decoded = 3 * facts.hidden * layer.width * facts.decoded_itemsize
         experts += int(layer.n_experts * part * (layer.expert_bytes + 2 * decoded))
@@ -130,7 +130,7 @@ def copy_all_from(plan: "MemoryPlan") -> int:
         base = plan.lending(n_tokens, n_tokens, plan.sizes.short_shape, n_kept=plan.decode.n_ranks)
         times = []
         for copies_all in (True, False):
-            copied = copied_bytes(plan.layers, plan.n_slots, n_tokens, copies_all=copies_all)
+            copied = copied_bytes(plan.sizes.sweep_layers, plan.n_slots, n_tokens, copies_all=copies_all)
             way = replace(base, copied_bytes=copied, copies_all=copies_all)
             times.append(prefill_s(plan, way)[0])
         return times[0] <= times[1]

@@ -38,9 +38,11 @@ class PlanRequest:
 
     `context`: most tokens of one sequence, and of all KV together (one pool for all sequences).
     `chunk`, `slots` (per layer), `sweep_tokens`: explicit values are reserved before anything is chosen.
-    `prefix_bytes` of RAM keep what earlier requests have read. `reserve_bytes` of VRAM and `host_reserve_bytes` of RAM stay unplanned. `copy_all_tokens`: from so many
-    tokens a sweep copies all non-resident experts. `uploads_per_layer`: kept misses per layer and step,
-    so spares per set; two sets exist.
+    `prefix_bytes` of RAM keep what earlier requests have read. `reserve_bytes` of VRAM and
+    `host_reserve_bytes` of RAM stay unplanned. `copy_all_tokens`: from so many tokens a sweep copies all
+    non-resident experts. `uploads_per_layer`: kept misses per layer and step,
+    so spares per set; two sets exist. `mtp`: the drafts come from the MTP block; without it they are guessed from the
+    text, and the block is not loaded.
     """
 
     vram_bytes: int
@@ -48,6 +50,7 @@ class PlanRequest:
     ram_bytes: int | None = None
     sequences: int = 1
     drafts: int = 0
+    mtp: bool = True
     kv_type: str = "f16"
     chunk: int | None = None
     slots: int | None = None
@@ -87,7 +90,7 @@ class PlanRequest:
             )
         if self.drafts > MAX_ROWS - 1:
             raise UserError(f"--draft-depth {self.drafts} needs {self.drafts + 1} rows; a step has {MAX_ROWS}")
-        if self.drafts and not facts.has_mtp:
+        if self.drafts and self.mtp and not facts.has_mtp:
             raise UserError(f"--draft-depth {self.drafts}: {facts.name} has no MTP block; use 0")
         if self.kv_type not in facts.kv_bytes_per_token:
             known = ", ".join(sorted(facts.kv_bytes_per_token))
@@ -128,12 +131,17 @@ class Sizes:
     @property
     def with_mtp(self) -> bool:
         """The MTP block is loaded only when it drafts."""
-        return self.request.drafts > 0
+        return self.request.drafts > 0 and self.request.mtp
 
     @cached_property
     def layers(self) -> tuple[ExpertLayerFacts, ...]:
         """MoE layers in the order of their index in the expert cache."""
         return self.facts.layers_with_experts(self.with_mtp)
+
+    @cached_property
+    def sweep_layers(self) -> tuple[ExpertLayerFacts, ...]:
+        """MoE layers whose experts a sweep runs: of the MTP block it needs keys and values alone."""
+        return self.facts.layers_with_experts(False)
 
     @cached_property
     def layer_offsets(self) -> tuple[int, ...]:
@@ -212,7 +220,7 @@ class Sizes:
             parts.append((name, align_up(self.kv_tokens * by_type.get(request.kv_type, 0)), "--context"))
         state = facts.state_bytes_per_sequence + (facts.mtp_state_bytes_per_sequence if self.with_mtp else 0)
         parts.append(("recurrent state", align_up(request.sequences * state), "--parallel"))
-        if self.with_mtp:
+        if request.drafts:
             rows = request.sequences * (1 + request.drafts)
             parts.append(("replay rows", align_up(rows * facts.replay_bytes_per_row), "--draft-depth"))
         return tuple(part for part in parts if part[1] > 0)
