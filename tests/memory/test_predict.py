@@ -33,13 +33,13 @@ def test_distinct_share_against_counting():
 
 
 def test_all_experts_cross_the_link_in_one_and_a_half_seconds(flash):
-    """facts.md section 5: 1.43 s for all experts of the trunk; minus what is resident, plus the MTP layer."""
+    """1.43 s for all experts of the trunk, minus what is resident; a sweep needs none of the MTP block."""
     ttft = flash.predict_ttft(8192)
     assert ttft.lending.copies_all
     assert 1.1 < ttft.link_s < 1.43
     assert ttft.total_s >= max(ttft.link_s, ttft.flops_s)
     kept = min(ttft.lending.n_kept, flash.n_slots)
-    assert ttft.link_bytes == sum((512 - kept) * layer.expert_bytes for layer in flash.layers)
+    assert ttft.link_bytes == sum((512 - kept) * layer.expert_bytes for layer in flash.sizes.sweep_layers)
     assert ttft.restore_s * RATES["h200"].link_bytes_per_s == pytest.approx(ttft.lending.restored_bytes)
 
 
@@ -52,7 +52,7 @@ def test_a_longer_prompt_takes_longer_and_several_sweeps_cost_several_crossings(
     lending = short.lend_for(32_768)
     assert lending.n_sweeps == 8
     assert lending.copied_bytes == 8 * sum(
-        (512 - min(lending.n_kept, short.n_slots)) * layer.expert_bytes for layer in short.layers
+        (512 - min(lending.n_kept, short.n_slots)) * layer.expert_bytes for layer in short.sizes.sweep_layers
     )
 
 
