@@ -30,13 +30,16 @@ def expand(x, tiled):
     return x.float().repeat(1, group, 1) if tiled else x.float().repeat_interleave(group, dim=1)
 
 
-def run(state, q, k, v, decay, beta, *, tiled=False, capacity=CHUNK):
+def run(device, state, q, k, v, decay, beta, *, tiled=False, capacity=CHUNK):
     n_bytes = DeltaScratch.nbytes(capacity, HEADS, d_k=D_K, d_v=D_V)
-    scratch = DeltaScratch.of(torch.full((n_bytes,), 255, dtype=torch.uint8), HEADS, d_k=D_K, d_v=D_V)
+    room = torch.full((n_bytes,), 255, dtype=torch.uint8, device=device)
+    scratch = DeltaScratch.of(room, HEADS, d_k=D_K, d_v=D_V)
     assert scratch.change.shape[0] == capacity
-    out, state = torch.full((q.shape[0], HEADS, D_V), torch.nan), state.clone()
+    out = torch.full((q.shape[0], HEADS, D_V), torch.nan, device=device)
+    state = state.to(device, copy=True)
+    q, k, v, decay, beta = (t.to(device) for t in (q, k, v, decay, beta))
     delta_rule_chunks(state, q, k, v=v, decay=decay, beta=beta, out=out, scratch=scratch, tiled=tiled)
-    return out, state
+    return out.cpu(), state.cpu()
 
 
 def distance(x, y):
@@ -44,9 +47,9 @@ def distance(x, y):
 
 
 @pytest.mark.parametrize(("n", "tiled"), [(150, True), (64, False), (1, False)])
-def test_agrees_with_the_token_recurrence(n, tiled):
+def test_agrees_with_the_token_recurrence(n, tiled, device):
     state, q, k, v, decay, beta = inputs(n)
-    out, new = run(state, q, k, v, decay, beta, tiled=tiled)
+    out, new = run(device, state, q, k, v, decay, beta, tiled=tiled)
     expected, expected_state = delta_rule(
         state, expand(q, tiled), expand(k, tiled), v=v.float(), decay=decay, beta=beta
     )
@@ -54,10 +57,10 @@ def test_agrees_with_the_token_recurrence(n, tiled):
     assert distance(new, expected_state) < 0.02
 
 
-def test_repeated_keys_and_a_complete_loss_of_memory():
+def test_repeated_keys_and_a_complete_loss_of_memory(device):
     state, q, k, v, decay, beta = inputs(80, repeated=True)
     decay[30] = 0.0
-    out, new = run(state, q, k, v, decay, beta)
+    out, new = run(device, state, q, k, v, decay, beta)
     expected, expected_state = delta_rule(
         state, expand(q, False), expand(k, False), v=v.float(), decay=decay, beta=beta
     )
@@ -65,26 +68,26 @@ def test_repeated_keys_and_a_complete_loss_of_memory():
     assert distance(new, expected_state) < 0.02
 
 
-def test_cuts_at_whole_chunks_and_scratch_do_not_change_bits():
+def test_cuts_at_whole_chunks_and_scratch_do_not_change_bits(device):
     state, q, k, v, decay, beta = inputs(150)
-    out, new = run(state, q, k, v, decay, beta, capacity=3 * CHUNK)
-    small, small_state = run(state, q, k, v, decay, beta, capacity=CHUNK)
+    out, new = run(device, state, q, k, v, decay, beta, capacity=3 * CHUNK)
+    small, small_state = run(device, state, q, k, v, decay, beta, capacity=CHUNK)
     assert torch.equal(out, small)
     assert torch.equal(new, small_state)
-    first, middle = run(state, q[:128], k[:128], v[:128], decay[:128], beta[:128])
-    second, last = run(middle, q[128:], k[128:], v[128:], decay[128:], beta[128:])
+    first, middle = run(device, state, q[:128], k[:128], v[:128], decay[:128], beta[:128])
+    second, last = run(device, middle, q[128:], k[128:], v[128:], decay[128:], beta[128:])
     assert torch.equal(out, torch.cat((first, second)))
     assert torch.equal(new, last)
 
 
-def test_rows_may_be_strided():
+def test_rows_may_be_strided(device):
     state, q, k, v, decay, beta = inputs(70)
     n = q.shape[0]
     mixed = torch.cat((q.view(n, -1), k.view(n, -1), v.view(n, -1)), dim=1)
     width = K_HEADS * D_K
     parts = mixed[:, :width], mixed[:, width : 2 * width], mixed[:, 2 * width :]
     strided = [part.unflatten(1, (-1, d)) for part, d in zip(parts, (D_K, D_K, D_V), strict=True)]
-    out, new = run(state, *strided, decay, beta)
-    expected, expected_state = run(state, q, k, v, decay, beta)
+    out, new = run(device, state, *strided, decay, beta)
+    expected, expected_state = run(device, state, q, k, v, decay, beta)
     assert torch.equal(out, expected)
     assert torch.equal(new, expected_state)

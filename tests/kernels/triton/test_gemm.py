@@ -16,13 +16,25 @@ from makeway.kernels.triton.gemm import (
     tiles_of,
 )
 from makeway.kernels.triton.sort import SortedPairs, sort_pairs
-from makeway.kernels.triton.unpack import PLANES
+from makeway.kernels.triton.unpack import PLANES, planes_for
 from tests.kernels.triton.blocks import random_weight
 
 
-@pytest.mark.parametrize("kind", PLANES, ids=lambda k: k.name)
-def test_every_type_decodes_to_the_rounded_reference(kind, device):
-    n_rows, n_cols = 5, 3 * PLANES[kind].step
+def width(kind, *, wide):
+    """Columns of a row whose blocks are, or are not, taken by twos and fours."""
+    n_elements = BLOCK_SIZES[kind].elements
+    return 4 * n_elements if wide else 3 * max(PLANES[kind].step, n_elements)
+
+
+CASES = [(kind, False) for kind in PLANES] + [
+    (kind, True) for kind in PLANES if planes_for(kind, 1024) is not PLANES[kind]
+]
+
+
+@pytest.mark.parametrize(("kind", "wide"), CASES, ids=lambda x: getattr(x, "name", "wide" if x else ""))
+def test_every_type_decodes_to_the_rounded_reference(kind, wide, device):
+    n_rows, n_cols = 5, width(kind, wide=wide)
+    assert (planes_for(kind, n_cols) is PLANES[kind]) != wide
     weights = [random_weight(kind, n_rows, n_cols, seed=seed) for seed in range(3)]
     n_bytes = weights[0].nbytes
     stride = -(-(n_bytes + 16) // 16) * 16

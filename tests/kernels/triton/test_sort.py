@@ -5,8 +5,6 @@ import torch
 
 from makeway.kernels.triton.sort import SortedPairs, combine, sort_pairs
 
-CPU = torch.device("cpu")
-
 
 def random_ids(n, top_k, n_experts, *, padded=0.2):
     """ids int64 [n, top_k], distinct in a row; some rows are padding."""
@@ -16,12 +14,13 @@ def random_ids(n, top_k, n_experts, *, padded=0.2):
     return ids
 
 
-def sorted_pairs(ids, n_experts):
-    pairs = SortedPairs.empty(*ids.shape, n_experts=n_experts, device=CPU)
+def sorted_pairs(ids, n_experts, device):
+    """The result on the device, and a copy on the CPU."""
+    pairs = SortedPairs.empty(*ids.shape, n_experts=n_experts, device=device)
     pairs.order.fill_(-7)
     pairs.places.fill_(-7)
-    sort_pairs(ids, pairs)
-    return pairs
+    sort_pairs(ids.to(device), pairs)
+    return pairs, SortedPairs(pairs.order.cpu(), pairs.offsets.cpu(), pairs.places.cpu())
 
 
 def expected_order(ids):
@@ -32,9 +31,9 @@ def expected_order(ids):
 
 @pytest.mark.parametrize(("n", "top_k", "n_experts"), [(300, 4, 5), (7, 2, 9), (1, 1, 1)])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_pairs_lie_by_expert_then_token(n, top_k, n_experts, dtype):
+def test_pairs_lie_by_expert_then_token(n, top_k, n_experts, dtype, device):
     ids = random_ids(n, top_k, n_experts).to(dtype)
-    pairs = sorted_pairs(ids, n_experts)
+    _, pairs = sorted_pairs(ids, n_experts, device)
     order = expected_order(ids)
     counts = torch.bincount(ids[ids >= 0], minlength=n_experts)
     assert torch.equal(pairs.order[: len(order)].long(), order)
@@ -44,27 +43,27 @@ def test_pairs_lie_by_expert_then_token(n, top_k, n_experts, dtype):
     assert torch.equal(pairs.places.long().view(-1), places)
 
 
-def test_only_padding_leaves_every_expert_empty():
-    pairs = sorted_pairs(torch.full((5, 2), -1), 4)
+def test_only_padding_leaves_every_expert_empty(device):
+    _, pairs = sorted_pairs(torch.full((5, 2), -1), 4, device)
     assert pairs.offsets.tolist() == [0] * 5
     assert (pairs.places == -1).all()
 
 
-def test_no_token_leaves_every_expert_empty():
-    pairs = sorted_pairs(torch.empty((0, 2), dtype=torch.int64), 4)
+def test_no_token_leaves_every_expert_empty(device):
+    _, pairs = sorted_pairs(torch.empty((0, 2), dtype=torch.int64), 4, device)
     assert pairs.offsets.tolist() == [0] * 5
 
 
 @pytest.mark.parametrize(("capacity", "piece"), [(7, 2), (1000, 6)])
-def test_sum_has_the_same_bits_for_every_round_and_piece(capacity, piece):
+def test_sum_has_the_same_bits_for_every_round_and_piece(capacity, piece, device):
     n, top_k, n_experts, hidden = 24, 3, 6, 20
     ids = random_ids(n, top_k, n_experts)
-    pairs = sorted_pairs(ids, n_experts)
+    there, pairs = sorted_pairs(ids, n_experts, device)
     order = expected_order(ids)
     generator = torch.Generator().manual_seed(5)
     outputs = torch.randn((len(order), hidden), generator=generator)
-    acc = torch.randn((n, hidden), generator=generator)
-    expected = acc.clone()
+    expected = torch.randn((n, hidden), generator=generator)
+    acc = expected.to(device, copy=True)
     for place, pair in enumerate(order.tolist()):  # ascending expert id
         expected[pair // top_k] += outputs[place]
     for first in range(0, n_experts, piece):
@@ -74,5 +73,5 @@ def test_sum_has_the_same_bits_for_every_round_and_piece(capacity, piece):
             out = torch.full((capacity, hidden), torch.nan)  # what no pair filled must not be read
             filled = outputs[min(low + skip, high) : min(low + skip + capacity, high)]
             out[: len(filled)] = filled
-            combine(acc, out, pairs=pairs, first=first, last=last, skip=skip)
-    assert torch.equal(acc, expected)
+            combine(acc, out.to(device), pairs=there, first=first, last=last, skip=skip)
+    assert torch.equal(acc.cpu(), expected)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from makeway.gguf.types import GGMLType, row_bytes
 from makeway.kernels.triton.sort import SortedPairs
-from makeway.kernels.triton.unpack import PLANES, code_table, plane_values, weight_order
+from makeway.kernels.triton.unpack import code_table, plane_values, planes_for, weight_order
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def decode_matrices(
     room u8: the arena; where int64 [experts]: an expert's first byte in it, a multiple of 16. counted int32
     [experts + 1]: offsets of the sort; an expert without pairs is neither read nor written.
     """
-    planes = PLANES[matrix.type]
+    planes = planes_for(matrix.type, matrix.n_cols)
     aligned = math.gcd(16, matrix.inside)
     bytes_of_row = row_bytes(matrix.type, matrix.n_cols)
     assert aligned % planes.align == 0
