@@ -121,7 +121,7 @@ class ScriptedEngine:
         if self.closed:
             raise EngineFailed("closed")
         failure = "a slot is torn" if self.phase is Phase.FAILED else None
-        return {"phase": str(self.phase), "failure": failure, "n_steps": self.n_steps, "hits": {"rate": 0.5}}
+        return {"phase": str(self.phase), "failure": failure, "n_steps": self.n_steps, "experts": {"hit_rate": 0.5}}
 
     def close(self):
         self.closed = True

@@ -34,7 +34,7 @@ def test_metrics_count_what_happened():
     assert float(values["makeway:inter_token_latency_seconds_count"]) == 3
     assert float(values['makeway:http_responses_total{status="4xx"}']) == 1
     assert float(values["makeway:num_requests_running"]) == 0
-    assert float(values['makeway:engine{name="hits.rate"}']) == 0.5
+    assert float(values['makeway:engine{name="experts.hit_rate"}']) == 0.5
 
 
 def test_tokens_there_and_back(up):

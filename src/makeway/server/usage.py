@@ -59,4 +59,6 @@ class Usage:
             "predicted_n": t.n_answer,
             "predicted_ms": round(1000 * t.answer_s, 3),
             "predicted_per_second": round(t.answer_tokens_per_s, 3),
+            "draft_n": t.drafts.n_drafted,
+            "draft_n_accepted": t.drafts.n_accepted,
         }

@@ -151,20 +151,28 @@ function readable(name, value) {
   return Number.isInteger(value) ? value.toLocaleString("en") : value.toPrecision(4);
 }
 
-function showPanel(status) {
-  const rows = [["running", status.n_running], ["waiting", status.n_waiting]];
-  const n = status.engine.n_answer_tokens;
-  const now = performance.now();
-  if (last && n !== undefined && now > last.now) rows.push(["tokens/s", (1000 * (n - last.n)) / (now - last.now)]);
-  last = n === undefined ? null : { n, now };
-  for (const [name, value] of leaves("", status.engine)) rows.push([name.replaceAll("_", " ").replace(/^n /, ""), value, name]);
-  $("panel").replaceChildren(...rows.flatMap(([name, value, key]) => {
+// What moves is shown first; everything else of the document is behind "All".
+const LIVE = ["phase", "experts hit_rate", "experts published", "handovers n", "link bytes", "n_answer_tokens"];
+
+function list(target, rows) {
+  target.replaceChildren(...rows.flatMap(([name, value]) => {
     const dt = document.createElement("dt");
     const dd = document.createElement("dd");
-    dt.textContent = name;
-    dd.textContent = readable(key ?? name, value);
+    dt.textContent = name.replaceAll("_", " ").replace(/^n /, "");
+    dd.textContent = readable(name, value);
     return [dt, dd];
   }));
+}
+
+function showPanel(status) {
+  const all = [...leaves("", status.engine)].filter(([, value]) => value !== null);
+  const live = [["running", status.n_running], ["waiting", status.n_waiting]];
+  const n = status.engine.n_answer_tokens;
+  const now = performance.now();
+  if (last && n !== undefined && now > last.now) live.push(["tokens/s", (1000 * (n - last.n)) / (now - last.now)]);
+  last = n === undefined ? null : { n, now };
+  list($("panel"), [...live, ...all.filter(([name]) => LIVE.includes(name))]);
+  list($("all"), all.filter(([name]) => !LIVE.includes(name)));
 }
 
 async function refresh() {
