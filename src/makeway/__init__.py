@@ -4,12 +4,13 @@ The public API: `Engine`, `EngineConfig`, `SamplingParams`, the events, and the 
 """
 
 from makeway.config import EngineConfig, SamplingParams
-from makeway.engine import Engine, Event, Timings, TokenLogprobs
+from makeway.engine import DraftCounts, Engine, Event, Timings, TokenLogprobs
 from makeway.errors import EngineFailed, MakewayError, OutOfPlan, UserError
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DraftCounts",
     "Engine",
     "EngineConfig",
     "EngineFailed",

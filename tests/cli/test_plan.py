@@ -21,7 +21,7 @@ def plan(capsys, path, *arguments):
 
 
 def test_a_full_flash_next_from_its_header_alone(capsys, flash_next):
-    data = plan(capsys, flash_next, "--context", "262144", "--prompt", "8192")
+    data = plan(capsys, flash_next, "--context", "262144", "--prompt", "8192", "--drafter", "none")
     assert 60 <= data["decode"]["n_slots"] <= 110  # the house's estimate by hand: about 82
     assert data["vram"]["total_bytes"] == 24 << 30
     regions = data["vram"]["regions"]
@@ -30,10 +30,13 @@ def test_a_full_flash_next_from_its_header_alone(capsys, flash_next):
     assert data["vram"]["arena_bytes"] + data["vram"]["reserve_bytes"] <= 24 << 30
     kv = next(r["n_bytes"] for r in regions if r["name"] == "KV cache")
     assert kv == (262_144 + 64) * 24 * 1024  # one block of 64 tokens for rounding
-    shorter = plan(capsys, flash_next, "--context", "32768")
+    shorter = plan(capsys, flash_next, "--context", "32768", "--drafter", "none")
     assert shorter["decode"]["n_slots"] > data["decode"]["n_slots"]
     drafting = plan(capsys, flash_next, "--context", "262144", "--draft-depth", "3")
     assert drafting["decode"]["n_slots"] < data["decode"]["n_slots"]
+    assert plan(capsys, flash_next, "--context", "262144") == drafting
+    copying = plan(capsys, flash_next, "--context", "262144", "--drafter", "lookup", "--draft-depth", "3")
+    assert drafting["decode"]["n_slots"] < copying["decode"]["n_slots"] < data["decode"]["n_slots"]
 
 
 def test_the_table_for_people(capsys, flash_next):
@@ -54,6 +57,9 @@ def test_the_table_for_people(capsys, flash_next):
         (["--vram", "24GiB", "--prompt", "0"], "--prompt 0"),
         (["--vram", "24GiB", "--machine", "abacus"], "choose from"),
         (["--vram", "24GiB", "--slots", "500"], "--slots"),
+        (["--vram", "24GiB", "--draft-depth", "many"], "use auto"),
+        (["--vram", "24GiB", "--draft-depth", "8"], "a step has 8"),
+        (["--vram", "24GiB", "--drafter", "guess"], "use auto, none"),
         (["--vram", "24GiB", "--kv-type", "q3"], "--kv-type"),
     ],
 )

@@ -5,11 +5,12 @@ Owns the wording of the flags. Never has a default of its own. Hazard: a flag's 
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from makeway.config import EngineConfig, SamplingParams, parse_bytes
+from makeway.errors import UserError
 from makeway.experts.policies import RANKINGS
 
 ModelArgument = Annotated[
@@ -42,16 +43,34 @@ HandoverOption = Annotated[str, _engine("--handover", "Lend slots to prompts: au
 PrefixRamOption = Annotated[
     str | None, _engine("--prefix-ram", "Memory of the host that keeps what earlier prompts have read. [auto]")
 ]
+DrafterOption = Annotated[
+    str, _engine("--drafter", "Where drafts come from: auto, mtp, lookup, mtp+lookup or none. The text is the same.")
+]
+DraftDepthOption = Annotated[
+    str, _engine("--draft-depth", "Drafts a sequence and step: a number, or auto (as many as pay).")
+]
 MaxPrefillOption = Annotated[float, _engine("--max-prefill-s", "Longest time that answers wait for prompts.")]
 TraceOption = Annotated[Path | None, _engine("--trace", "Record routed experts in this file.")]
 AuditOption = Annotated[bool, _engine("--audit", "Compare every slot with the file after each hand-over.")]
 
 
-def engine_config(*, vram: str | None, ram: str | None, prefix_ram: str | None = None, **settings: Any) -> EngineConfig:
+def parse_depth(text: str) -> int | Literal["auto"]:
+    """The value of `--draft-depth`; raises UserError when it is neither a number nor auto."""
+    if text == "auto":
+        return "auto"
+    if not text.isascii() or not text.isdecimal():
+        raise UserError(f"--draft-depth {text}: use auto, or a number from 0")
+    return int(text)
+
+
+def engine_config(
+    *, vram: str | None, ram: str | None, prefix_ram: str | None = None, draft_depth: str = "auto", **settings: Any
+) -> EngineConfig:
     """The configuration of a command's flags; raises UserError for a size or a value that cannot be."""
     return EngineConfig(
         vram=None if vram is None else parse_bytes(vram, "--vram"),
         ram=None if ram is None else parse_bytes(ram, "--ram"),
+        draft_depth=parse_depth(draft_depth),
         prefix_ram=None if prefix_ram is None else parse_bytes(prefix_ram, "--prefix-ram"),
         **settings,
     )

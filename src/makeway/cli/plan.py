@@ -12,6 +12,7 @@ import typer
 
 from makeway.cli import options as o
 from makeway.config import parse_bytes
+from makeway.engine.depth import Drafting
 from makeway.errors import UserError
 from makeway.gguf import open_gguf
 from makeway.kernels import REFERENCE
@@ -33,7 +34,8 @@ def plan_command(
         list[int] | None, typer.Option("--prompt", help="Prompt lengths to predict; may be given several times.")
     ] = None,
     parallel: Annotated[int, typer.Option("--parallel", help="Sequences at once.")] = 1,
-    draft_depth: Annotated[int, typer.Option("--draft-depth", help="Drafts a step, for models with an MTP block.")] = 0,
+    drafter: o.DrafterOption = o.ENGINE["drafter"],
+    draft_depth: o.DraftDepthOption = o.ENGINE["draft_depth"],
     kv_type: Annotated[str, typer.Option("--kv-type", help="Type of the KV cache: f16 or f32.")] = "f16",
     chunk: Annotated[int | None, typer.Option("--chunk", help="Prompt tokens through a layer at once. [auto]")] = None,
     slots: Annotated[int | None, typer.Option("--slots", help="Expert slots a layer. [auto]")] = None,
@@ -55,13 +57,16 @@ def plan_command(
         # A model opens as views; only its small vectors are read.
         facts = load_model(file, REFERENCE, device=torch.device("cpu")).facts
         planned = plan_facts(file, facts)
+    wanted = o.engine_config(vram=None, ram=None, drafter=drafter, draft_depth=draft_depth)
+    drafting = Drafting.of(wanted, has_mtp=planned.has_mtp)
     lengths = sorted(set(prompt or ()))
     request = PlanRequest(
         vram_bytes=parse_bytes(vram[0], "--vram"),
         context=facts.context_length if context is None else context,
         ram_bytes=None if ram is None else parse_bytes(ram, "--ram"),
         sequences=parallel,
-        drafts=draft_depth,
+        drafts=drafting.depth,
+        mtp="mtp" in drafting.sources,
         kv_type=kv_type,
         chunk=chunk,
         slots=slots,

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from makeway.cli import options as o
 from makeway.cli.loading import load_engine
 from makeway.config import SamplingParams
-from makeway.engine import Engine, Event
+from makeway.engine import DraftCounts, Engine, Event
 from makeway.errors import UserError
 from makeway.text import ChatTemplate
 
@@ -54,6 +54,8 @@ def run_command(
     chunk: o.ChunkOption = o.ENGINE["chunk"],
     sweep_tokens: o.SweepTokensOption = o.ENGINE["sweep_tokens"],
     handover: o.HandoverOption = o.ENGINE["handover"],
+    drafter: o.DrafterOption = o.ENGINE["drafter"],
+    draft_depth: o.DraftDepthOption = o.ENGINE["draft_depth"],
     trace: o.TraceOption = o.ENGINE["trace"],
     audit: o.AuditOption = o.ENGINE["audit"],
 ) -> None:
@@ -86,6 +88,8 @@ def run_command(
         chunk=chunk,
         sweep_tokens=sweep_tokens,
         handover=handover,
+        drafter=drafter,
+        draft_depth=draft_depth,
         trace=trace,
         audit=audit,
     )
@@ -168,9 +172,19 @@ def _answer(engine: Engine, prompt: str, sampling: SamplingParams, *, console: C
         print()
     console.print(
         f"{t.n_prompt} prompt tokens in {t.prompt_s:.2f} s ({t.prompt_tokens_per_s:.1f}/s), "
-        f"{t.n_answer} answer tokens ({t.answer_tokens_per_s:.1f}/s), "
+        f"{t.n_answer} answer tokens ({t.answer_tokens_per_s:.1f}/s), {_drafts(t.drafts)}"
         f"device {engine.device.name}, kernels {engine.kernels}",
         highlight=False,
         style="dim",
         soft_wrap=True,
+    )
+
+
+def _drafts(counts: DraftCounts) -> str:
+    """The drafts of an answer, for the summary line; nothing when there were none."""
+    if counts.acceptance is None:
+        return ""
+    return (
+        f"{counts.n_accepted} of {counts.n_drafted} drafts accepted ({counts.acceptance:.0%}), "
+        f"{counts.tokens_per_step:.2f} tokens a step, "
     )

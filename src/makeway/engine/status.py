@@ -17,6 +17,7 @@ def status_document(memory: EngineMemory, loop: Loop, *, kernels: str, file: GGU
     swing.phases.count()
     counters, totals = swing.cache.counters, loop.totals
     routed = counters.hits + counters.misses
+    drafting, drafts = loop.speculation.drafting, totals.drafts
     return {
         "phase": str(loop.phase),
         "failure": loop.failure,
@@ -77,7 +78,15 @@ def status_document(memory: EngineMemory, loop: Loop, *, kernels: str, file: GGU
             "hits": memory.prefixes.n_hits,
             "hit_tokens": memory.prefixes.n_hit_tokens,
         },
+        "drafts": {
+            "drafter": drafting.name,
+            "depth": drafting.depth,
+            "is_auto": drafting.is_auto,
+            **asdict(drafts),
+            "acceptance": drafts.acceptance,
+            "tokens_per_step": drafts.tokens_per_step,
+        },
         "n_waiting": len(loop.scheduler.waiting),
         "n_running": len(loop.scheduler.running),
-        **asdict(totals),
+        **{name: value for name, value in asdict(totals).items() if name != "drafts"},
     }
