@@ -46,7 +46,7 @@ def test_it_has_learned_its_language():
         {"chunk": 100, "sweep_tokens": 150},
         {"slots": 0},
         {"slots": 3, "handover": "always"},
-        {"vram": 22 << 20, "policy": "random"},
+        {"vram": 32 << 20, "policy": "random"},
     ],
     ids=str,
 )
