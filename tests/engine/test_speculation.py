@@ -32,3 +32,14 @@ CASES = [
 def test_identity(file, drafter, depth, slots, tmp_path):
     case = {"file": file, "slots": slots, "policy": "lru", "handover": "auto", "drafter": drafter, "draft_depth": depth}
     check(case | {"chunk": None, "sweep_tokens": None, "prefix_ram": 0}, tmp_path, lengths=BRIEF, with_trace=True)
+
+
+def test_a_draft_block_missing_from_the_file_is_told_before_anything_is_loaded():
+    with pytest.raises(UserError, match="no MTP block; use --drafter lookup or none"):
+        rig.open_engine(rig.QWEN3MOE, drafter="mtp")
+    with pytest.raises(UserError, match="no MTP block"):
+        rig.open_engine(rig.QWEN4EXP, drafter="mtp+lookup")
+    with pytest.raises(UserError, match="no MTP block to draft with"):
+        rig.open_engine(rig.QWEN3MOE, drafter="auto", draft_depth=2)
+    with pytest.raises(UserError, match="a step has 8"):
+        rig.open_engine(rig.QWEN35MOE, drafter="mtp", draft_depth=8)

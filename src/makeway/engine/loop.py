@@ -305,8 +305,9 @@ class Loop:
     def _keep_answer(self, request: Request) -> None:
         """At the end of a block of an answer: the point to go on from, instead of the one before it."""
         sequence = self._sequences[request.id]
-        if request.n_read % BLOCK_TOKENS or sequence.n_replay or not self._memory.prefixes.budget_bytes:
+        if request.n_read % BLOCK_TOKENS or not self._memory.prefixes.budget_bytes:
             return
+        sequence.settle(self._memory.ops)
         self._to_keep = [p for p in self._to_keep if p[0] is not request or p[1] <= request.n_prompt]
         self._to_keep.append((request, request.n_read, sequence.state.snapshot(torch.device("cpu"))))
 

@@ -101,7 +101,7 @@ class EngineMemory:
     ) -> None:
         """Loads the weights; `progress(bytes done, bytes in all)` while the experts are read. Raises UserError,
         OutOfPlan, EngineFailed; nothing stays allocated then."""
-        self.device, self._file, self._ops, self._config = device, file, ops, config
+        self.device, self.ops, self._file, self._config = device, ops, file, config
         self.plan = plan_for(file, ops, config, device=device)
         self.arena = Arena(self.plan.arena_bytes, device)
         self._placer = _Placer(self.plan, self.arena, device)
@@ -182,7 +182,7 @@ class EngineMemory:
         return Swing(
             plan,
             self.store,
-            self._ops,
+            self.ops,
             arena=self.arena,
             policy=policy,
             device=self.device,
