@@ -23,6 +23,7 @@ def parse_bytes(text: str, flag: str) -> int:
 
 
 DeviceName = Literal["auto", "cpu", "cuda"]
+KernelsName = Literal["auto", "reference", "triton"]
 Handover = Literal["auto", "never", "always"]
 DrafterName = Literal["auto", "none", "mtp", "lookup", "mtp+lookup"]
 
@@ -36,19 +37,23 @@ def _check(ok: bool, what: str, do: str) -> None:
 class EngineConfig:
     """How an engine is set up. `None` means auto: chosen by the plan and shown in the status document.
 
-    device: "auto" takes CUDA where there is one. vram, ram: bytes the plan may use (None: what is there; without a GPU,
-    what holds every expert). context: tokens a sequence may hold, prompt and answer together, and all sequences
-    together (None: the model's own, at most 8192). parallel: sequences at once. kv_type: "f16" or "f32". slots: expert
-    slots a layer. policy: who stays in them; profile: the routing trace that policy "static" needs. uploads_per_layer:
-    misses kept a layer and step. chunk: prompt tokens that go through a layer together. sweep_tokens: prompt tokens of
-    one pass over the layers. handover: "auto", "never" or "always" (lends every slot to every prompt). drafter:
-    "mtp" (the model's own block), "lookup" (text that has occurred), "mtp+lookup" or "none"; "auto" takes the block
-    where the file has one. draft_depth: drafts a sequence and step; "auto": as many as pay. max_prefill_s: answers
-    wait at most so long while prompts are read. trace: a file that records what was routed. audit:
-    compare every slot with the expert store after each hand-over.
+    device: "auto" takes CUDA where there is one. kernels: "auto" takes "triton" on a GPU, else "reference".
+    vram, ram: bytes the plan may use (None: what is there; without a GPU, what holds every expert).
+    context: tokens a sequence may hold, prompt and answer together, and all sequences together (None: the model's own,
+    at most 8192). parallel: sequences at once. kv_type: "f16" or "f32".
+    slots: expert slots a layer. policy: who stays in them; profile: the routing trace that policy "static" needs.
+    uploads_per_layer: misses kept a layer and step.
+    chunk: prompt tokens that go through a layer together. sweep_tokens: prompt tokens of one pass over the layers.
+    handover: "auto", "never" or "always" (lends every slot to every prompt).
+    drafter: "mtp" (the model's own block), "lookup" (text that has occurred), "mtp+lookup" or "none"; "auto" takes the
+    block where the file has one. draft_depth: drafts a sequence and step; "auto": as many as pay.
+    prefix_ram: bytes of RAM that keep what earlier prompts have read (0: nothing is kept).
+    max_prefill_s: answers wait at most so long while prompts are read. trace: a file that records what was routed.
+    audit: compare every slot with the expert store after each hand-over.
     """
 
     device: DeviceName = "auto"
+    kernels: KernelsName = "auto"
     vram: int | None = None
     ram: int | None = None
     context: int | None = None
@@ -70,6 +75,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check(self.device in ("auto", "cpu", "cuda"), f"--device {self.device}", "use auto, cpu or cuda")
+        _check(
+            self.kernels in ("auto", "reference", "triton"),
+            f"--kernels {self.kernels}",
+            "use auto, reference or triton",
+        )
         _check(self.handover in ("auto", "never", "always"), f"--handover {self.handover}", "use auto, never or always")
         drafters = ("auto", "none", "mtp", "lookup", "mtp+lookup")
         _check(self.drafter in drafters, f"--drafter {self.drafter}", "use " + ", ".join(drafters))

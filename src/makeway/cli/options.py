@@ -24,6 +24,7 @@ def _engine(flag: str, help_text: str, *more: str) -> Any:
 
 
 DeviceOption = Annotated[str, _engine("--device", "auto, cpu or cuda.")]
+KernelsOption = Annotated[str, _engine("--kernels", "auto, reference or triton.")]
 VramOption = Annotated[
     str | None, _engine("--vram", "Memory of the card that may be used, for example 24GiB; a CPU pretends. [auto]")
 ]

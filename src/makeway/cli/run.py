@@ -43,6 +43,7 @@ def run_command(
     stop: o.StopOption = None,
     ignore_eos: o.IgnoreEosOption = o.SAMPLING["ignore_eos"],
     device: o.DeviceOption = o.ENGINE["device"],
+    kernels: o.KernelsOption = o.ENGINE["kernels"],
     vram: o.VramOption = o.ENGINE["vram"],
     ram: o.RamOption = o.ENGINE["ram"],
     context: o.ContextOption = o.ENGINE["context"],
@@ -76,6 +77,7 @@ def run_command(
     )
     config = o.engine_config(
         device=device,
+        kernels=kernels,
         vram=vram,
         ram=ram,
         context=context,

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from makeway.engine.backend import Graphs
 from makeway.engine.memory import EngineMemory
-from makeway.experts.cached import CachedExperts
-from makeway.experts.executors import Experts
+from makeway.experts.executors import Experts, StepExperts
 from makeway.experts.recorder import Recorder
 from makeway.experts.routed import RoutedInput
 from makeway.kv import Batch, Segment, SequenceState
-from makeway.models.base import run_layer, run_trunk
+from makeway.models.base import run_trunk
 
 Parts = list[tuple[SequenceState, list[int]]]
 """Sequences and their next tokens; KV room must be reserved."""
@@ -46,9 +46,10 @@ class DecodeStep:
     """Passes over rows on the slots of the decode layout, in phase decode only."""
 
     def __init__(self, memory: EngineMemory, recorder: Recorder | None = None) -> None:
-        """`recorder`: writes down what the trunk's rows are routed to."""
+        """`recorder`: writes down what rows are routed to."""
         self._memory = memory
         self._recorder = recorder
+        self._drafted: dict[int, list[Tensor]] = {}  # what the MTP block's rows were routed to, by place, for the trace
 
     def run(self, parts: Parts, *, keep_rows: bool = False, names: Sequence[int] = ()) -> StepRows:
         """The trunk over all rows; the sequences advance, or with `keep_rows` hold their rows until `accept`.
@@ -56,12 +57,20 @@ class DecodeStep:
         names: a number for each part in the trace; needed when there is a recorder.
         """
         memory = self._memory
+        if memory.graphs is not None and self._recorder is None:
+            return self._replay(memory.graphs, parts, keep_rows=keep_rows)
         batch = Batch.of(parts, device=memory.device.torch_device, keep_rows=keep_rows)
         h = run_trunk(memory.model, self._watched(batch), batch)
-        if self._recorder is not None:
-            for i, name in zip(range(len(parts)), names, strict=True):
-                self._recorder.write(i, "decode", sequence=name)
+        self._record(batch, names)
         return StepRows(h, memory.model.head(h), batch.segments)
+
+    def _replay(self, graphs: Graphs, parts: Parts, *, keep_rows: bool) -> StepRows:
+        """The same as a captured step."""
+        batch = Batch.of(parts, device=torch.device("cpu"), keep_rows=keep_rows)
+        out = graphs.run(batch)
+        batch.complete()
+        n = len(batch.host_tokens)
+        return StepRows(out.residual[:n], out.logits[:n], batch.segments)
 
     def tail(self, sequence: SequenceState) -> Tensor:
         """What the MTP block needs of the trunk for the sequence's last token, f32 [...], in place."""
@@ -73,7 +82,12 @@ class DecodeStep:
         memory, model = self._memory, self._memory.model
         batch = Batch.of(parts, device=memory.device.torch_device, offset=ahead)
         h = model.draft_input(batch, states)
-        h = run_layer(model, self._experts, model.facts.n_layers, h=h, batch=batch)
+        h, moe = model.mix(model.facts.n_layers, h, batch)
+        self._experts(model.facts.n_layers, moe)
+        h = model.combine(model.facts.n_layers, h, moe)
+        if self._recorder is not None:
+            for i, (sequence, _) in enumerate(parts):
+                self._drafted.setdefault(sequence.place, []).append(moe.ids[i : i + 1])
         return model.draft_head(h), model.draft_state(h)
 
     def follow(self, standing: Sequence[Standing]) -> None:
@@ -98,7 +112,7 @@ class DecodeStep:
         self._experts.end_step()
 
     @property
-    def _experts(self) -> CachedExperts:
+    def _experts(self) -> StepExperts:
         experts = self._memory.swing.decode
         assert experts is not None, "a step runs in the decode layout"
         return experts
@@ -115,3 +129,16 @@ class DecodeStep:
             experts(layer, moe)
 
         return run
+
+    def _record(self, batch: Batch, names: Sequence[int]) -> None:
+        """One record a sequence; its drafts' routing stands in the rows of the tokens that the MTP block read."""
+        if self._recorder is None:
+            return
+        layer = self._memory.model.facts.n_layers
+        for i, (segment, name) in enumerate(zip(batch.segments, names, strict=True)):
+            drafted = self._drafted.pop(segment.sequence.place, [])
+            if drafted:
+                ids = torch.full((segment.n, drafted[0].shape[1]), -1, dtype=torch.int64)
+                ids[: len(drafted)] = torch.cat(drafted).cpu()
+                self._recorder.add(i, layer, ids)
+            self._recorder.write(i, "decode", sequence=name)

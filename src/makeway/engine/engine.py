@@ -16,6 +16,7 @@ import torch
 from makeway.config import EngineConfig, SamplingParams
 from makeway.device import Device, open_device
 from makeway.engine.answer import Answer
+from makeway.engine.backend import Backend, open_backend
 from makeway.engine.loop import Loop
 from makeway.engine.memory import EngineMemory, Progress
 from makeway.engine.phases import Phase
@@ -23,7 +24,6 @@ from makeway.engine.request import Event, Request
 from makeway.engine.status import status_document
 from makeway.errors import EngineFailed, UserError
 from makeway.gguf import GGUFFile, open_gguf
-from makeway.kernels import select
 from makeway.text import Tokenizer
 from makeway.text.grammar import CompiledGrammar
 
@@ -37,10 +37,11 @@ class Engine:
         config: EngineConfig,
         *,
         device: Device | None = None,
+        backend: Backend | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """`source`: a path, or an open file, which the engine then closes. `device` overrides what the configuration
-        says; `progress(bytes done, bytes in all)` while loading."""
+        """`source`: a path, or an open file, which the engine then closes. `device` and `backend` override what the
+        configuration says; `progress(bytes done, bytes in all)` while loading."""
         self.config = config
         self._closed = False
         with ExitStack() as undo:
@@ -48,14 +49,14 @@ class Engine:
             undo.callback(self._file.close)
             self.tokenizer = Tokenizer.from_metadata(self._file.metadata, source=str(self._file.paths[0]))
             self.device = device or open_device(config.device, config.vram)
-            ops = select(self.device.torch_device)
-            self.memory = EngineMemory(self._file, ops, config, device=self.device, progress=progress)
+            backend = backend or open_backend(config.kernels, self.device)
+            self.memory = EngineMemory(self._file, backend, config, device=self.device, progress=progress)
             undo.callback(self.memory.close)
             self._loop = Loop(self.memory, config)
             undo.pop_all()
         self.model = self.memory.model
         self.plan = self.memory.plan
-        self.kernels = ops.name
+        self.kernels = backend.ops.name
         self.context = self.plan.request.context
         self._next_id = 0
 
@@ -83,10 +84,11 @@ class Engine:
         sampling: SamplingParams | None = None,
         *,
         grammar: CompiledGrammar | None = None,
+        given: Sequence[int] = (),
     ) -> int:
         """Queues a request and returns its id; its answer follows `grammar` and ends where that ends.
 
-        Raises UserError when it can never run, EngineFailed after a fault.
+        `given`: the answer's first tokens, whatever the model would choose (to measure, or to score a text). Raises UserError when it can never run, EngineFailed after a fault.
         """
         self._check_open()
         if self.phase is Phase.FAILED:
@@ -110,6 +112,7 @@ class Engine:
             seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
             max_tokens=room if sampling.max_tokens is None else min(room, sampling.max_tokens),
             grammar=None if grammar is None else grammar.start(),
+            given=tuple(given),
         )
         self._next_id += 1
         self._loop.add(request, Answer(request, self.tokenizer))

@@ -4,29 +4,18 @@ Owns the graphs, their inputs and outputs. Never changes an address after captur
 never waits for the device inside a step. Hazard: outputs are overwritten by the next step of the same size.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from makeway.experts.in_graph import InGraphExperts, StepTables
+from makeway.engine.backend import StepOutputs
+from makeway.experts.in_graph import DeviceExperts
 from makeway.kernels import DeviceRows, Rows
 from makeway.kv import Batch, KVCache, StatePool
 from makeway.models import Model
 
 BUCKETS = (1, 2, 4, 8)
 """Rows of the captured steps; a step takes the smallest that holds it and pads the rest."""
-
-
-@dataclass(frozen=True)
-class StepOutputs:
-    """residual f32 [rows, ...] after the last trunk layer, logits f32 [rows, vocab], best int64 [rows] (the lowest
-    token of the largest logit); on the device, padding rows last."""
-
-    residual: Tensor
-    logits: Tensor
-    best: Tensor
 
 
 class _Inputs:
@@ -93,22 +82,21 @@ class StepGraph:
     def __init__(
         self,
         model: Model,
-        tables: StepTables,
+        experts: DeviceExperts,
         *,
         cache: KVCache,
         states: StatePool,
-        arena: Tensor,
         n: int,
         context: int,
         keeps_rows: bool,
     ) -> None:
-        """Captures on CUDA. `keeps_rows`: every step is a verify step, as it is with drafts."""
+        """Captures on CUDA. `keeps_rows`: a verify step."""
         self.n = n
-        self._model, self._tables = model, tables
-        self._inputs = _Inputs(model, cache, n=n, device=arena.device)
+        self._model, self._experts = model, experts
+        self._inputs = _Inputs(model, cache, n=n, device=model.device)
         rows = self._inputs.rows
         self._batch = Batch(
-            tokens=torch.zeros(n, dtype=torch.int64, device=arena.device),
+            tokens=torch.zeros(n, dtype=torch.int64, device=model.device),
             host_tokens=(0,) * n,
             segments=(),
             rows=Rows(rows.positions, (), max_keys=context, keep=keeps_rows, fixed=rows),
@@ -116,23 +104,19 @@ class StepGraph:
             states=states,
             gathered=self._inputs.gathered,
         )
-        self._experts = InGraphExperts(
-            tables.cache, tables, arena=arena, n=n, top_k=model.facts.top_k, live=rows.row_segment
-        )
         self._graph: torch.cuda.CUDAGraph | None = None
         self._outputs: StepOutputs | None = None
-        if arena.device.type == "cuda":
+        if model.device.type == "cuda":
             self._capture()
 
     def run(self, batch: Batch) -> StepOutputs:
         """The batch (made on the host) through the trunk; its sequences do not advance yet."""
         self._inputs.fill(self._model, batch)
-        self._tables.send()
+        self._experts.open_step()
         if self._graph is None:
             self._outputs = self._compute()
         else:
             self._graph.replay()
-        self._tables.fetch_report()
         assert self._outputs is not None
         return self._outputs
 
@@ -152,10 +136,41 @@ class StepGraph:
         model, h = self._model, self._inputs.h
         for layer in range(model.facts.n_layers):
             h, moe = model.mix(layer, h, self._batch)
-            self._experts(layer, moe)
+            self._experts.run(layer, moe, live=self._inputs.rows.row_segment)
             h = model.combine(layer, h, moe)
         logits = model.head(h)
         tokens = torch.arange(logits.shape[1], device=logits.device)
         largest = logits.amax(dim=1, keepdim=True)
         best = torch.where(logits == largest, tokens, logits.shape[1]).amin(dim=1)
         return StepOutputs(h, logits, best)
+
+
+class StepGraphs:
+    """A graph for each bucket, captured when it is first needed."""
+
+    def __init__(
+        self, model: Model, experts: DeviceExperts, *, cache: KVCache, states: StatePool, context: int
+    ) -> None:
+        self._model, self._experts, self._cache, self._states = model, experts, cache, states
+        self._context = context
+        self._graphs: dict[tuple[int, bool], StepGraph] = {}
+
+    def run(self, batch: Batch) -> StepOutputs:
+        """A batch made on the host, of at most the largest bucket's rows."""
+        n = next(bucket for bucket in BUCKETS if bucket >= len(batch.host_tokens))
+        return self.graph(n, keeps_rows=batch.rows.keep).run(batch)
+
+    def graph(self, n: int, *, keeps_rows: bool) -> StepGraph:
+        """The graph of a bucket."""
+        key = (n, keeps_rows)
+        if key not in self._graphs:
+            self._graphs[key] = StepGraph(
+                self._model,
+                self._experts,
+                cache=self._cache,
+                states=self._states,
+                n=n,
+                context=self._context,
+                keeps_rows=keeps_rows,
+            )
+        return self._graphs[key]

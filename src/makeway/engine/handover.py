@@ -11,16 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from makeway.device import Device
+from makeway.engine.backend import Backend
 from makeway.engine.phases import Phase, Phases
 from makeway.errors import EngineFailed
 from makeway.experts.cache import ExpertCache
-from makeway.experts.cached import CachedExperts
-from makeway.experts.pieces import ReferencePieces
+from makeway.experts.executors import StepExperts
 from makeway.experts.policies import Policy
 from makeway.experts.refill import Refill
 from makeway.experts.store import ExpertStore
 from makeway.experts.streamed import StreamedExperts
-from makeway.kernels import Ops
 from makeway.memory.arena import Arena, View
 from makeway.memory.plan import Lending, MemoryPlan, PrefillLayout
 
@@ -55,7 +54,7 @@ class Swing:
         self,
         plan: MemoryPlan,
         store: ExpertStore,
-        ops: Ops,
+        backend: Backend,
         *,
         arena: Arena,
         policy: Policy,
@@ -66,10 +65,10 @@ class Swing:
         """Publishes the decode layout with empty slots. `audits`: compare every published slot with the store after
         each hand-over. `after`: the one that failed; its phases and totals go on."""
         self.plan, self.device = plan, device
-        self._ops, self._arena, self._audits = ops, arena, audits
+        self._backend, self._arena, self._audits = backend, arena, audits
         slots, transient, _ = arena.layout(plan.decode.regions)
         self.cache = ExpertCache(store, plan, slots, policy=policy, device=device)
-        self.decode: CachedExperts | None = CachedExperts(self.cache, ops, transient=transient)
+        self.decode: StepExperts | None = self._step_experts(transient)
         self.lending: Lending | None = None
         self.layout: PrefillLayout | None = None
         self.buffers: tuple[View, ...] = ()
@@ -116,10 +115,13 @@ class Swing:
         """The executor of one sweep of `n_tokens`; all absent experts are copied from the plan's threshold on."""
         assert self.layout is not None
         assert self._ring is not None
+        assert self.workspace is not None
         self._n_tokens += n_tokens
         return StreamedExperts(
             self.cache,
-            ReferencePieces(self.cache.store, self._ops),
+            self._backend.pieces(
+                self.cache, self._arena, workspace=self.workspace, piece_experts=self.layout.piece_experts
+            ),
             ring=self._ring,
             piece_experts=self.layout.piece_experts,
             copies_all=n_tokens >= self.plan.copy_all_tokens,
@@ -144,10 +146,13 @@ class Swing:
         self._refill = Refill(self.cache, wishes, batch_bytes=BATCH_BYTES)
         self._restore_began_s = began
         self._refill.wait()
-        self.decode = CachedExperts(self.cache, self._ops, transient=transient)
+        self.decode = self._step_experts(transient)
         self._restore_s = time.perf_counter() - began
         self.n_handovers += 1
         self._end_refill_if_done()
+
+    def _step_experts(self, transient: View) -> StepExperts:
+        return self._backend.step_experts(self.cache, self._arena, transient=transient, rows=self.plan.rows)
 
     @property
     def is_refilling(self) -> bool:

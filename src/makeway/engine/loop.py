@@ -265,6 +265,8 @@ class Loop:
         except UserError as error:
             request.finished = True
             return [Event(request.id, "error", text=str(error))]
+        if request.n_answer < len(request.given):
+            token = request.given[request.n_answer]
         if grammar is not None:
             grammar.accept(token)
         best = None if params.logprobs is None else sampler.logprobs(logits, token, n_best=params.logprobs)
@@ -344,7 +346,7 @@ class Loop:
                 experts,
                 parts=[(sequence, piece)],
                 chunk=swing.layout.chunk,
-                buffers=SweepBuffers.in_views(memory.model, len(piece), swing.buffers),
+                buffers=SweepBuffers.in_views(memory.model, len(piece), swing.buffers, input_type=memory.input_type),
                 on_routed=lambda layer, _, ids, i=i: counts.add(layer, ids.cpu().numpy(), first_token=i),  # type: ignore[misc]
                 prefetch=experts.prefetch,
             )

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from makeway.config import EngineConfig
 from makeway.device import Device
+from makeway.engine.backend import Backend, Graphs
 from makeway.engine.depth import Drafting
 from makeway.engine.handover import Swing
 from makeway.errors import UserError
@@ -23,14 +24,13 @@ from makeway.experts.loader import load_experts
 from makeway.experts.policies import Policy
 from makeway.experts.trace import TraceReader
 from makeway.gguf import GGUFFile
-from makeway.kernels import Ops
 from makeway.kv import BLOCK_TOKENS, KV_TYPES, KVCache, KVRoom, SequenceState, StatePool, StateShapes
 from makeway.kv.prefix import PrefixCache
 from makeway.memory.arena import Arena
 from makeway.memory.facts import PlanFacts, align_up
 from makeway.memory.plan import MemoryPlan, minimum_vram, plan_memory
 from makeway.memory.rates import DEFAULT_RATES, RATES
-from makeway.memory.sizes import DEFAULT_PREFIX_BYTES, DEFAULT_RESERVE_BYTES, PlanRequest
+from makeway.memory.sizes import DEFAULT_PREFIX_BYTES, PlanRequest
 from makeway.models import ModelFacts, load_model
 from makeway.models.parts import part_of
 from makeway.models.plan_facts import plan_facts
@@ -39,11 +39,13 @@ Progress = Callable[[int, int], None]
 DEFAULT_CONTEXT = 8192
 
 
-def plan_for(file: GGUFFile, ops: Ops, config: EngineConfig, *, device: Device) -> MemoryPlan:
+def plan_for(file: GGUFFile, backend: Backend, config: EngineConfig, *, device: Device) -> MemoryPlan:
     """The plan that an engine with this configuration executes on this device. Raises UserError, OutOfPlan."""
     on_gpu = device.torch_device.type == "cuda"
-    facts = load_model(file, ops, device=torch.device("cpu")).facts
-    planned = plan_facts(file, facts, residual_itemsize=4)  # the reference keeps everything in float32
+    facts = load_model(file, backend.ops, device=torch.device("cpu")).facts
+    planned = plan_facts(
+        file, facts, residual_itemsize=backend.residual_itemsize, input_itemsize=backend.input_itemsize
+    )
     drafting = Drafting.of(config, has_mtp=facts.n_draft_layers > 0)
     request = PlanRequest(
         vram_bytes=0,
@@ -52,14 +54,14 @@ def plan_for(file: GGUFFile, ops: Ops, config: EngineConfig, *, device: Device) 
         sequences=config.parallel,
         drafts=drafting.depth,
         mtp="mtp" in drafting.sources,
-        kv_type=config.kv_type or "f32",
+        kv_type=config.kv_type or backend.kv_type,
         chunk=config.chunk,
         slots=config.slots,
         sweep_tokens=config.sweep_tokens,
         handover=config.handover,
         uploads_per_layer=config.uploads_per_layer,
         kv_block_tokens=BLOCK_TOKENS,
-        reserve_bytes=DEFAULT_RESERVE_BYTES if on_gpu else 0,
+        reserve_bytes=backend.reserve_bytes,
         prefix_bytes=DEFAULT_PREFIX_BYTES if config.prefix_ram is None else config.prefix_ram,
     )
     vram_bytes = config.vram or (device.free_bytes() if on_gpu else _roomy(planned, request))
@@ -93,7 +95,7 @@ class EngineMemory:
     def __init__(
         self,
         file: GGUFFile,
-        ops: Ops,
+        backend: Backend,
         config: EngineConfig,
         *,
         device: Device,
@@ -101,13 +103,14 @@ class EngineMemory:
     ) -> None:
         """Loads the weights; `progress(bytes done, bytes in all)` while the experts are read. Raises UserError,
         OutOfPlan, EngineFailed; nothing stays allocated then."""
-        self.device, self.ops, self._file, self._config = device, ops, file, config
-        self.plan = plan_for(file, ops, config, device=device)
+        self.device, self.ops, self._file, self._config = device, backend.ops, file, config
+        self._backend = backend
+        self.plan = plan_for(file, backend, config, device=device)
         self.arena = Arena(self.plan.arena_bytes, device)
         self._placer = _Placer(self.plan, self.arena, device)
-        facts = load_model(file, ops, device=torch.device("cpu")).facts
+        facts = load_model(file, self.ops, device=torch.device("cpu")).facts
         self._placer.first_draft_block = facts.n_layers
-        self.model = load_model(file, ops, device=device.torch_device, place=self._placer)
+        self.model = load_model(file, self.ops, device=device.torch_device, place=self._placer)
         device.synchronize()
         self.kv, self.states = self._caches()
         self.prefixes = PrefixCache(
@@ -115,8 +118,10 @@ class EngineMemory:
         )
         layers = self.model.store.layers[: len(self.plan.layers)]
         self.store = load_experts(file, layers, device, progress=progress)
+        self.input_type = torch.bfloat16 if backend.input_itemsize == 2 else torch.float32
         try:
             self.swing = self._new_swing()
+            self.graphs = self._new_graphs()
         except BaseException:
             self.store.close()
             raise
@@ -130,6 +135,7 @@ class EngineMemory:
         """After a fault: weights and store are as they were, slots start empty in the same arena."""
         self.device.synchronize()
         self.swing = self._new_swing(after=self.swing)
+        self.graphs = self._new_graphs()
 
     def close(self) -> None:
         """Gives everything back, the device's memory too: the model's weights are views of it."""
@@ -170,6 +176,17 @@ class EngineMemory:
         )
         return kv, states
 
+    def _new_graphs(self) -> Graphs | None:
+        """Captured steps, where the backend has them."""
+        assert self.swing.decode is not None
+        return self._backend.graphs(
+            self.model,
+            self.swing.decode,
+            cache=self.kv,
+            states=self.states,
+            context=self.plan.request.context,
+        )
+
     def _new_swing(self, after: Swing | None = None) -> Swing:
         plan, config = self.plan, self._config
         policy = Policy(
@@ -182,7 +199,7 @@ class EngineMemory:
         return Swing(
             plan,
             self.store,
-            self.ops,
+            self._backend,
             arena=self.arena,
             policy=policy,
             device=self.device,

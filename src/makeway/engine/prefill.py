@@ -36,8 +36,8 @@ class SweepPart:
 
 @dataclass(frozen=True)
 class SweepBuffers:
-    """What a sweep keeps for each of its tokens: residual f32 [n, ...], x and acc f32 [n, hidden], ids int32 and
-    weights f32 [n, top_k], inject f32 [n, streams] or None."""
+    """What a sweep keeps for each of its tokens: residual f32 [n, ...], x [n, hidden], acc f32 [n, hidden], ids int32
+    and weights f32 [n, top_k], inject f32 [n, streams] or None."""
 
     residual: Tensor
     x: Tensor
@@ -61,8 +61,10 @@ class SweepBuffers:
         )
 
     @classmethod
-    def in_views(cls, model: Model, n_tokens: int, views: Sequence[View]) -> "SweepBuffers":
-        """In the planned regions, which are named as in `PlanFacts.sweep_bytes_per_token`."""
+    def in_views(
+        cls, model: Model, n_tokens: int, views: Sequence[View], *, input_type: torch.dtype = torch.float32
+    ) -> "SweepBuffers":
+        """In the planned regions, which are named as in `PlanFacts.sweep_bytes_per_token`; x is of `input_type`."""
         f = model.facts
         by_name = {view.region.name: view.tensor for view in views}
 
@@ -77,7 +79,7 @@ class SweepBuffers:
         streams = (f.n_streams,) if f.n_streams > 1 else ()
         return cls(
             residual=carve("sweep residual", torch.float32, *streams, f.hidden),
-            x=carve("sweep input", torch.float32, f.hidden),
+            x=carve("sweep input", input_type, f.hidden),
             acc=carve("sweep sum", torch.float32, f.hidden),
             ids=carve("sweep routing", torch.int32, f.top_k),
             weights=carve("sweep routing", torch.float32, f.top_k, skip=4 * f.top_k),

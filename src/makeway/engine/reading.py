@@ -131,7 +131,7 @@ class Reading:
             self._experts,
             parts=parts,
             chunk=swing.layout.chunk,
-            buffers=SweepBuffers.in_views(memory.model, n_tokens, swing.buffers),
+            buffers=SweepBuffers.in_views(memory.model, n_tokens, swing.buffers, input_type=memory.input_type),
             on_routed=self._count,
             on_mixed=self._capture,
             cuts=cuts,

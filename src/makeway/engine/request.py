@@ -111,6 +111,7 @@ class Request:
     seed: int
     max_tokens: int
     grammar: GrammarState | None = None  # follows the answer token by token
+    given: tuple[int, ...] = ()  # the answer's first tokens, whatever the model would choose
     n_read: int = 0  # tokens in memory; during an answer it follows the steps
     n_cached: int = 0  # of them, those that an earlier request had read
     n_lost: int = 0  # times its memory was taken for others

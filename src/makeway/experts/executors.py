@@ -19,6 +19,18 @@ class Experts(Protocol):
     def __call__(self, layer: int, moe: RoutedInput) -> None: ...
 
 
+class StepExperts(Experts, Protocol):
+    """The executor of decode: layers in any order, any number of times, then `end_step`."""
+
+    def end_step(self) -> None:
+        """The step is complete; its misses are kept or dropped one step later."""
+        ...
+
+    def settle(self) -> None:
+        """Between steps: decide about the last one now, so that nothing waits when slots are lent."""
+        ...
+
+
 def add_expert(ops: Ops, moe: RoutedInput, expert: int, *, weights: tuple[Weight, Weight, Weight]) -> None:
     """Run one expert (gate, up, down) on the rows that chose it and add its output, wherever the weights lie."""
     rows, ranks = torch.nonzero(moe.ids == expert, as_tuple=True)

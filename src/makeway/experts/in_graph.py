@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from makeway.errors import EngineFailed
 from makeway.experts.cache import ExpertCache
 from makeway.experts.follower import Follower
 from makeway.experts.routed import RoutedInput
@@ -86,32 +87,56 @@ class StepTables:
             self.cache.device.link_bytes += missed_bytes
 
 
-class InGraphExperts:
-    """Called once a layer while a step is captured, for `n` rows; `live` int32 [n]: below 0 where a row is padding."""
+class DeviceExperts:
+    """The executor of decode. A step may be any number of passes, captured or not, of at most `most_rows` rows each;
+    the passes of one layer together report at most `most_rows` rows."""
 
-    def __init__(
-        self, cache: ExpertCache, tables: StepTables, *, arena: Tensor, n: int, top_k: int, live: Tensor
-    ) -> None:
+    def __init__(self, cache: ExpertCache, *, arena: Tensor, most_rows: int) -> None:
         """`arena` u8: all of it; slots and transient region lie where the plan puts them."""
-        self._cache, self._tables, self._arena, self._live = cache, tables, arena, live
-        hidden = max(layer.shapes[0].n_cols for layer in cache.store.layers)
-        width = max(layer.shapes[0].n_rows for layer in cache.store.layers)
-        self._buffers = kernels.StepBuffers(arena.device, n=n, top_k=top_k, hidden=hidden, width=width)
+        top_k = max(layer.top_k for layer in cache.plan.layers)
+        self._cache, self._arena, self._top_k = cache, arena, top_k
+        self._tables = StepTables(cache, top_k=top_k, most_rows=most_rows)
+        self._buffers: dict[int, kernels.StepBuffers] = {}
         self._scratch = Scratch(arena.device)
+        self._is_open = False
+        self._reported = [0] * cache.table.n_layers  # rows of the step so far, by layer
+
+    def open_step(self) -> None:
+        """Before the first pass of a step: the tables go to the device."""
+        if not self._is_open:
+            self._is_open = True
+            self._reported = [0] * self._cache.table.n_layers
+            self._tables.send()
 
     def __call__(self, layer: int, moe: RoutedInput) -> None:
-        """Plan, fetch and run; nothing waits for the host."""
-        cache, tables, buffers = self._cache, self._tables, self._buffers
-        plan, stored = cache.plan, cache.store.layers[layer]
-        ids = torch.where(self._live[:, None] >= 0, moe.ids, NONE).to(torch.int32)
-        tables.routed[layer, : ids.shape[0]] = ids
+        """A pass that is not captured."""
+        self.open_step()
+        n = moe.ids.shape[0]
+        self.run(layer, moe, first=self._reported[layer])
+        self._reported[layer] += n
+
+    def run(self, layer: int, moe: RoutedInput, *, first: int = 0, live: Tensor | None = None) -> None:
+        """Plan, fetch and run; nothing waits for the host. `first`: the row of the report where this pass begins;
+        `live` int32 [n]: below 0 where a row is padding."""
+        cache, tables, n = self._cache, self._tables, moe.ids.shape[0]
+        if n not in self._buffers:
+            gate = cache.store.layers[layer].shapes[0]
+            self._buffers[n] = kernels.StepBuffers(
+                self._arena.device, n=n, top_k=self._top_k, hidden=gate.n_cols, width=gate.n_rows
+            )
+        plan, stored, buffers = cache.plan, cache.store.layers[layer], self._buffers[n]
+        ids = moe.ids.to(torch.int32)
+        if live is not None:
+            ids = torch.where(live[:, None] >= 0, ids, NONE)
+        ids = ids.contiguous()
+        tables.routed[layer, first : first + n] = ids
         rooms = kernels.Rooms(
             slots_at=plan.decode.slots.offset + plan.decode.layer_offsets[layer],
             slot_stride=plan.decode.rank_bytes,
             transient_at=plan.decode.transient.offset,
             transient_stride=plan.layers[layer].stride_bytes,
         )
-        fetched = kernels.plan_step(
+        tables.fetched[layer] = kernels.plan_step(
             buffers,
             ids,
             routing=moe.weights.contiguous(),
@@ -120,9 +145,23 @@ class InGraphExperts:
             spares=tables.spares[layer],
             rooms=rooms,
         )
-        tables.fetched[layer] = fetched
         n_bytes = -(-stored.expert_bytes // 16) * 16
         kernels.fetch_missing(buffers, stored.raw, self._arena, n_bytes=n_bytes)
         gate, up, down = stored.shapes
         layout = kernels.ExpertLayout(gate.type, up.type, down.type, gate.n_cols, gate.n_rows)
         kernels.run_experts(buffers, moe.x, self._arena, layout=layout, acc=moe.acc, scratch=self._scratch)
+
+    def end_step(self) -> None:
+        """Decide about the step before while this one runs, then wait for its report."""
+        if not self._is_open:
+            return
+        self._tables.follower.decide()
+        self._tables.fetch_report()
+        self._cache.device.record_compute().wait()
+        self._tables.end_step()
+        self._is_open = False
+
+    def settle(self) -> None:
+        if self._is_open:
+            raise EngineFailed("experts settle between steps, and a step is open")
+        self._tables.follower.decide()

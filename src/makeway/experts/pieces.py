@@ -19,8 +19,8 @@ from makeway.kernels import Ops
 class Pieces(Protocol):
     """Adds the outputs of routed experts to the `acc` of the layer's input."""
 
-    def start(self, layer: int, moe: RoutedInput) -> None:
-        """What the next pieces run on."""
+    def start(self, layer: int, moe: RoutedInput, counts: Sequence[int]) -> None:
+        """What the next pieces run on; `counts`: rows that chose each expert of the layer."""
         ...
 
     def add(self, experts: Sequence[int], rooms: Sequence[Tensor]) -> None:
@@ -36,7 +36,7 @@ class ReferencePieces:
         self._layer = 0
         self._moe: RoutedInput | None = None
 
-    def start(self, layer: int, moe: RoutedInput) -> None:
+    def start(self, layer: int, moe: RoutedInput, counts: Sequence[int]) -> None:
         self._layer, self._moe = layer, moe
 
     def add(self, experts: Sequence[int], rooms: Sequence[Tensor]) -> None:

@@ -178,3 +178,9 @@ class ExpertStore:
 def used_experts(ids: Tensor) -> list[int]:
     """The routed experts, ascending; ids int32 or int64 [n, top_k], -1 where a row is padding."""
     return [int(e) for e in torch.unique(ids).tolist() if e >= 0]
+
+
+def uses(ids: Tensor, *, n_experts: int) -> list[int]:
+    """Rows that chose each expert; ids as above."""
+    counts = torch.bincount(ids.reshape(-1).long() + 1, minlength=n_experts + 1)
+    return [int(n) for n in counts[1:].tolist()]

@@ -16,7 +16,7 @@ from makeway.experts.cache import ExpertCache
 from makeway.experts.pieces import Pieces
 from makeway.experts.routed import RoutedInput
 from makeway.experts.slots import NONE
-from makeway.experts.store import used_experts
+from makeway.experts.store import uses
 from makeway.memory.arena import View
 
 
@@ -67,10 +67,11 @@ class StreamedExperts:
 
     def __call__(self, layer: int, moe: RoutedInput) -> None:
         """Every piece of the layer; while one computes, the next ones are on their way as far as the ring has room."""
-        used = set(used_experts(moe.ids))
+        counts = uses(moe.ids, n_experts=self._cache.store.layers[layer].n_experts)
+        used = {expert for expert, n in enumerate(counts) if n}
         if not self._is_coming(layer):
             self._announce(layer, used)
-        self._pieces.start(layer, moe)
+        self._pieces.start(layer, moe, counts)
         n_experts = self._cache.store.layers[layer].n_experts
         for _ in range(0, n_experts, self._piece_experts):
             self._stage()

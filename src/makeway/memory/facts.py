@@ -84,6 +84,7 @@ class PlanFacts:
     dense_flops_per_token: int
     n_streams: int = 1
     residual_itemsize: int = 2
+    input_itemsize: int = 2
     decoded_itemsize: int = 2
     mtp_kv_bytes_per_token: Mapping[str, int] | None = None
     indexer_bytes_per_token: Mapping[str, int] = field(default_factory=dict)
@@ -157,7 +158,7 @@ class PlanFacts:
         """
         arrays = [
             ("sweep residual", self.n_streams * self.hidden * self.residual_itemsize),
-            ("sweep input", self.hidden * self.residual_itemsize),
+            ("sweep input", self.hidden * self.input_itemsize),
             ("sweep sum", self.hidden * 4),
             ("sweep routing", self.max_top_k * 12),
         ]
@@ -172,7 +173,7 @@ class PlanFacts:
     def moe_row_bytes(self) -> int:
         """Scratch per (token, expert) pair: gathered input, gate, up and activation, f32 output."""
         width = max(layer.width for layer in self.expert_layers)
-        return self.residual_itemsize * (self.hidden + 3 * width) + 4 * self.hidden
+        return self.input_itemsize * (self.hidden + 3 * width) + 4 * self.hidden
 
     def expert_flops_per_token(self, with_mtp: bool) -> int:
         """FLOPs of the routed experts of one token: 2 per weight, 3 matrices, top-k experts a layer."""

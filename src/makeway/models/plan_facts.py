@@ -27,7 +27,7 @@ _DENSE = (
 )
 
 
-def plan_facts(file: GGUFFile, facts: ModelFacts, *, residual_itemsize: int = 2) -> PlanFacts:
+def plan_facts(file: GGUFFile, facts: ModelFacts, *, residual_itemsize: int = 2, input_itemsize: int = 2) -> PlanFacts:
     """The planner's view of an open model file. A part is as big as its tensors, each at an aligned offset;
     `residual_itemsize`: bytes of a value of the residual (2 on a GPU, 4 on the CPU)."""
     n_bytes: Counter[str] = Counter()
@@ -64,6 +64,7 @@ def plan_facts(file: GGUFFile, facts: ModelFacts, *, residual_itemsize: int = 2)
         context_length=facts.context_length,
         n_streams=facts.n_streams,
         residual_itemsize=residual_itemsize,
+        input_itemsize=input_itemsize,
         expert_layers=tuple(_experts(file, facts, block) for block in range(facts.n_blocks)),
         resident=tuple(resident),
         kv_bytes_per_token=_kv(trunk.values()),

@@ -1,0 +1,143 @@
+"""How a device runs what an engine asks of it: the operations, the experts of a step, the experts of a sweep.
+
+Owns the choice between the reference and the Triton kernels, and what each needs of a plan. Never mixes them silently:
+a GPU without Triton is an error unless the reference is asked for.
+Hazard: a backend's numbers (bytes of an item) go into the plan, so one backend belongs to one engine from its start.
+"""
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from makeway.config import KernelsName
+from makeway.device import Device
+from makeway.errors import UserError
+from makeway.experts.cache import ExpertCache
+from makeway.experts.cached import CachedExperts
+from makeway.experts.executors import StepExperts
+from makeway.experts.pieces import Pieces, ReferencePieces
+from makeway.kernels import REFERENCE, Ops
+from makeway.kv import Batch, KVCache, StatePool
+from makeway.memory.arena import Arena, View
+from makeway.memory.sizes import DEFAULT_RESERVE_BYTES
+from makeway.models import Model
+
+SCRATCH_BYTES = 1 << 30  # activations between the kernels of a chunk, which torch allocates beside the arena
+
+
+@dataclass(frozen=True)
+class StepOutputs:
+    """residual f32 [rows, ...] after the last trunk layer, logits f32 [rows, vocab], best int64 [rows] (the lowest
+    token of the largest logit); on the device, padding rows last; overwritten by the next step of the same size."""
+
+    residual: Tensor
+    logits: Tensor
+    best: Tensor
+
+
+class Graphs(Protocol):
+    """Captured decode steps."""
+
+    def run(self, batch: Batch) -> StepOutputs:
+        """A batch made on the host; its sequences do not advance yet."""
+        ...
+
+
+class Backend(Protocol):
+    """`kv_type`, `residual_itemsize`, `input_itemsize` (what the experts of a sweep get) and `reserve_bytes` are for
+    the plan."""
+
+    ops: Ops
+    kv_type: str
+    residual_itemsize: int
+    input_itemsize: int
+    reserve_bytes: int
+
+    def step_experts(self, cache: ExpertCache, arena: Arena, *, transient: View, rows: int) -> StepExperts:
+        """The executor of decode, for steps of at most `rows` rows."""
+        ...
+
+    def pieces(self, cache: ExpertCache, arena: Arena, *, workspace: View, piece_experts: int) -> Pieces:
+        """How pieces run in the prefill layout."""
+        ...
+
+    def graphs(
+        self, model: Model, experts: StepExperts, *, cache: KVCache, states: StatePool, context: int
+    ) -> Graphs | None:
+        """The captured steps; None where steps run kernel by kernel."""
+        ...
+
+
+class ReferenceBackend:
+    """Plain torch, on any device; every value in float32."""
+
+    kv_type = "f32"
+    residual_itemsize = 4
+    input_itemsize = 4
+
+    def __init__(self, device: Device) -> None:
+        self.ops = REFERENCE
+        self.reserve_bytes = DEFAULT_RESERVE_BYTES + SCRATCH_BYTES if device.torch_device.type == "cuda" else 0
+
+    def step_experts(self, cache: ExpertCache, arena: Arena, *, transient: View, rows: int) -> StepExperts:
+        return CachedExperts(cache, self.ops, transient=transient)
+
+    def pieces(self, cache: ExpertCache, arena: Arena, *, workspace: View, piece_experts: int) -> Pieces:
+        return ReferencePieces(cache.store, self.ops)
+
+    def graphs(
+        self, model: Model, experts: StepExperts, *, cache: KVCache, states: StatePool, context: int
+    ) -> Graphs | None:
+        return None
+
+
+class TritonBackend:
+    """Our kernels: residual in float32, what experts read in bfloat16, KV in half precision."""
+
+    kv_type = "f16"
+    residual_itemsize = 4
+    input_itemsize = 2
+
+    def __init__(self, device: Device) -> None:
+        """Imports Triton."""
+        from makeway.kernels.triton.ops import triton_ops
+
+        self.ops = triton_ops(device.torch_device)
+        self.reserve_bytes = DEFAULT_RESERVE_BYTES + SCRATCH_BYTES
+        self._step: tuple[ExpertCache, StepExperts] | None = None
+
+    def step_experts(self, cache: ExpertCache, arena: Arena, *, transient: View, rows: int) -> StepExperts:
+        """The same object for the same cache: captured graphs hold its tables."""
+        from makeway.experts.in_graph import DeviceExperts
+
+        if self._step is None or self._step[0] is not cache:
+            self._step = (cache, DeviceExperts(cache, arena=arena.whole, most_rows=rows))
+        return self._step[1]
+
+    def pieces(self, cache: ExpertCache, arena: Arena, *, workspace: View, piece_experts: int) -> Pieces:
+        from makeway.experts.triton_pieces import TritonPieces
+
+        return TritonPieces(cache, arena=arena.whole, workspace=workspace.tensor, piece_experts=piece_experts)
+
+    def graphs(
+        self, model: Model, experts: StepExperts, *, cache: KVCache, states: StatePool, context: int
+    ) -> Graphs | None:
+        from makeway.engine.graphs import StepGraphs
+        from makeway.experts.in_graph import DeviceExperts
+
+        assert isinstance(experts, DeviceExperts)
+        return StepGraphs(model, experts, cache=cache, states=states, context=context)
+
+
+def open_backend(name: KernelsName, device: Device) -> Backend:
+    """The backend for a device; raises UserError when what was asked for is not there."""
+    on_gpu = device.torch_device.type == "cuda"
+    if name == "reference" or (name == "auto" and not on_gpu):
+        return ReferenceBackend(device)
+    if not on_gpu:
+        raise UserError("--kernels triton needs a GPU; use --kernels reference on a CPU")
+    if importlib.util.find_spec("triton") is None:
+        raise UserError("a GPU needs Triton: pip install 'makeway[gpu]', or use --kernels reference (very slow)")
+    return TritonBackend(device)
