@@ -326,7 +326,7 @@ def test_the_ring_is_full_from_the_start_to_the_last_layer():
     assert rig.device.n_copies == 4, "no buffer is free"
     asked = []
     rig.ops = replace(REFERENCE, expert_ffn=lambda *a: asked.append(rig.device.n_copies) or REFERENCE.expert_ffn(*a))
-    experts._ops = rig.ops
+    experts._pieces = ReferencePieces(rig.cache.store, rig.ops)
     experts(0, routed(rig, torch.arange(n_experts)[:, None], 0))
     assert asked == [min(2 * (e // 2) + 4, n_experts + 4) for e in range(n_experts)], "always one piece ahead"
     assert rig.device.n_copies == n_experts + 4
