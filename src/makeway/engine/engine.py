@@ -88,7 +88,8 @@ class Engine:
     ) -> int:
         """Queues a request and returns its id; its answer follows `grammar` and ends where that ends.
 
-        `given`: the answer's first tokens, whatever the model would choose (to measure, or to score a text). Raises UserError when it can never run, EngineFailed after a fault.
+        `given`: the answer's first tokens, whatever the model would choose (to measure, or to score a text). Raises
+        UserError when it can never run, EngineFailed after a fault.
         """
         self._check_open()
         if self.phase is Phase.FAILED:
@@ -112,7 +113,7 @@ class Engine:
             seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
             max_tokens=room if sampling.max_tokens is None else min(room, sampling.max_tokens),
             grammar=None if grammar is None else grammar.start(),
-            given=tuple(given),
+            given=tuple(self.encode(given)) if given else (),
         )
         self._next_id += 1
         self._loop.add(request, Answer(request, self.tokenizer))
