@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 CHUNK = 64
+BLOCK_V = 64  # columns of the state in one program
 LEAST_DECAY = 1e-35  # nothing beside any state, and its logarithm is finite
 
 
@@ -85,7 +86,7 @@ def delta_rule_chunks(
     assert all(t.stride(2) == 1 and t.stride(1) == t.shape[2] for t in (q, k, v))
     assert all(t.is_contiguous() for t in (decay, beta, out))
     capacity = scratch.change.shape[0]
-    block_v = min(d_v, 32)
+    block_v = min(d_v, BLOCK_V)
     group = 0 if tiled else n_heads // n_k_heads
     for first in range(0, n, capacity):
         rows = slice(first, min(first + capacity, n))

@@ -13,11 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from makeway.gguf.types import GGMLType
-from makeway.kernels.triton.gemm import QuantMatrix, decode_matrices, multiply, tiles_of
+from makeway.kernels.triton.gemm import QuantMatrix, Tile, decode_matrices, multiply, tiles_of
 from makeway.kernels.triton.unpack import PLANES
 from makeway.kernels.weight import Weight
 
 LEAST_ROWS = 128  # of a run: any matrix's run of so many starts at a multiple of 16 bytes
+NARROW = 1024  # outputs at most, of matrices that take the narrow tile
 SWATH = 8  # row tiles that go through the columns together, so that both sides stay in the L2 cache
 
 
@@ -62,8 +63,10 @@ def chunk_linear(x: Tensor, weight: Weight, *, out: Tensor, scratch: LinearScrat
     if n == 0:
         return
     raw = weight.raw.view(-1)
+    tiles = tiles_of(x.device)
+    tile = tiles.narrow if weight.n_rows <= NARROW else tiles.linear
     if weight.type == GGMLType.BF16:
-        _multiply(x, raw.view(torch.bfloat16), out, n_terms=1, term_stride=0)
+        _multiply(x, raw.view(torch.bfloat16), out, tile=tile, n_terms=1, term_stride=0)
         return
     n_terms = PLANES[weight.type].parts
     run = scratch.weights.numel() // (n_terms * n_cols) // LEAST_ROWS * LEAST_ROWS
@@ -74,12 +77,12 @@ def chunk_linear(x: Tensor, weight: Weight, *, out: Tensor, scratch: LinearScrat
         for term in range(n_terms):
             part = scratch.weights[term * run * n_cols :].view(1, -1)
             decode_matrices(raw, scratch.origin, matrix, out=part, counted=scratch.one, term=term)
-        _multiply(x, scratch.weights, out[:, first : first + n_rows], n_terms=n_terms, term_stride=run * n_cols)
+        some = out[:, first : first + n_rows]
+        _multiply(x, scratch.weights, some, tile=tile, n_terms=n_terms, term_stride=run * n_cols)
 
 
-def _multiply(x: Tensor, weights: Tensor, out: Tensor, *, n_terms: int, term_stride: int) -> None:
+def _multiply(x: Tensor, weights: Tensor, out: Tensor, *, tile: Tile, n_terms: int, term_stride: int) -> None:
     """out = x times the sum of the terms, each bf16 [out's columns, x's columns], transposed."""
-    tile = tiles_of(x.device).plain
     n, n_cols = x.shape
     n_rows = out.shape[1]
     dense_kernel[(-(-n // tile.rows) * -(-n_rows // tile.columns),)](

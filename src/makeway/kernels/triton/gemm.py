@@ -22,8 +22,8 @@ from makeway.kernels.triton.unpack import code_table, plane_values, planes_for, 
 class Tile:
     """A program's part: `rows` of the left matrix by `columns` of the product, `depth` of the sum at a time.
 
-    A row's bits depend on `depth` and the instruction, not on the rows beside it: there is one tile a kernel and
-    architecture, whatever the number of rows.
+    A row's bits depend on `depth` and the instruction, not on the rows beside it: the tile is fixed by kernel, matrix
+    and architecture, whatever the number of rows.
     """
 
     rows: int
@@ -35,14 +35,27 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles of an architecture: `gate_up` (two products at once), `plain` (one)."""
+    """The tiles of an architecture: experts' `gate_up` (two products at once) and `down`; `linear`, and `narrow` for
+    linears of few outputs, which would leave most of the GPU idle with large tiles."""
 
     gate_up: Tile
-    plain: Tile
+    down: Tile
+    linear: Tile
+    narrow: Tile
 
 
-AMPERE = Tiles(gate_up=Tile(64, 64, 64, warps=4, stages=3), plain=Tile(64, 128, 64, warps=4, stages=3))
-HOPPER = Tiles(gate_up=Tile(128, 128, 64, warps=8, stages=3), plain=Tile(128, 128, 64, warps=8, stages=3))
+AMPERE = Tiles(
+    gate_up=Tile(64, 64, 64, warps=4, stages=3),
+    down=Tile(64, 128, 64, warps=4, stages=3),
+    linear=Tile(64, 128, 64, warps=4, stages=3),
+    narrow=Tile(64, 64, 64, warps=4, stages=3),
+)
+HOPPER = Tiles(
+    gate_up=Tile(128, 128, 64, warps=8, stages=4),
+    down=Tile(128, 256, 64, warps=8, stages=3),
+    linear=Tile(128, 128, 64, warps=8, stages=3),
+    narrow=Tile(64, 64, 64, warps=4, stages=4),
+)
 
 
 def tiles_of(device: torch.device) -> Tiles:
@@ -185,7 +198,7 @@ def down(x: Tensor, weights: PlainMatrices, *, part: Round, pair_weights: Tensor
 
     x bf16 [capacity, d_ff] as `gate_up` left it; weights: down [d, d_ff]; pair_weights f32 [n, k].
     """
-    tile = tiles_of(x.device).plain
+    tile = tiles_of(x.device).down
     d, d_ff = out.shape[1], x.shape[1]
     n_columns = -(-d // tile.columns)
     down_kernel[(part.n_tiles(tile) * n_columns,)](

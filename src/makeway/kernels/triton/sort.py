@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 COUNT_TILE = 1024  # pairs a program counts
-PLACE_TILE = 1024  # pairs an expert's program looks at in one step
-COMBINE_COLUMNS = 512
+PLACE_TILE = 4096  # pairs an expert's program looks at in one step
+COMBINE_COLUMNS = 1024
 
 
 @dataclass(frozen=True)

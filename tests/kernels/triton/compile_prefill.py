@@ -1,0 +1,116 @@
+"""Compiles the prefill kernels ahead of time, without a GPU; run as a program, because the tests' process interprets.
+
+`python -m tests.kernels.triton.compile_prefill quick|all` prints one JSON list: name, arch, shared bytes.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from makeway.gguf.types import GGMLType
+from makeway.kernels.triton import chunk_delta, chunk_linear, gemm, sort
+from makeway.kernels.triton.unpack import PLANES, planes_for
+from tests.kernels.triton.compile_kernels import compiled
+
+F32, BF16, I32, I64 = "*fp32", "*bf16", "*i32", "*i64"
+ARCHITECTURES = {86: gemm.AMPERE, 90: gemm.HOPPER}
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, Any] = field(default_factory=dict)
+
+
+def tile_constants(tile: gemm.Tile) -> dict[str, Any]:
+    sizes = {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "EVEN": True}
+    return {**sizes, "num_warps": tile.warps, "num_stages": tile.stages}
+
+
+def decode_case(kind: GGMLType, n_cols: int) -> Case:
+    planes = planes_for(kind, n_cols)
+    constants = planes.arguments()
+    del constants["GROUP"], constants["PARTS"]
+    constants |= {
+        "ALIGNED": 16,
+        "TERM": planes.parts - 1,
+        "TOGETHER": math.gcd(4, planes.step // planes.width),
+        "STEPS": max(1, gemm.DECODE_STEPS // planes.step),
+        "ROWS": gemm.DECODE_ROWS,
+        "num_warps": 4,
+        "enable_fp_fusion": False,
+    }
+    types = {"room": "*u8", "where": I64, "counted": I32, "out": BF16, "table": I32}
+    return Case(f"decode {kind.name}", gemm.decode_kernel, types, constants)
+
+
+def product_cases(tiles: gemm.Tiles) -> Iterator[Case]:
+    experts = {"x": BF16, "weights": BF16, "starts": I64, "order": I32, "offsets": I32}
+    yield Case(
+        "gate_up",
+        gemm.gate_up_kernel,
+        {**experts, "out": BF16},
+        {"EXPERTS": 64, **tile_constants(tiles.gate_up)},
+    )
+    yield Case(
+        "down",
+        gemm.down_kernel,
+        {**experts, "pair_weights": F32, "out": F32},
+        {"EXPERTS": 64, **tile_constants(tiles.down)},
+    )
+    dense = {"x": BF16, "weights": BF16, "out": F32}
+    for name, tile, terms in (("linear", tiles.linear, 1), ("narrow", tiles.narrow, 3)):
+        constants = {"TERMS": terms, "SWATH": chunk_linear.SWATH, **tile_constants(tile)}
+        yield Case(name, chunk_linear.dense_kernel, dense, constants)
+
+
+def delta_cases() -> Iterator[Case]:
+    sizes = {"GROUP": 3, "D_K": 128, "D_V": 128, "CHUNK": chunk_delta.CHUNK, "num_warps": 4}
+    types = dict.fromkeys(("q", "k", "v", "change", "recall", "attend", "out"), BF16)
+    types |= dict.fromkeys(("decay", "beta", "sums", "state"), F32)
+    constants = {**sizes, "BLOCK_V": chunk_delta.BLOCK_V, "num_stages": 2}
+    yield Case("delta advance", chunk_delta.advance_kernel, types, constants)
+    constants = {**sizes, "LEAST": chunk_delta.LEAST_DECAY, "num_stages": 1}
+    yield Case("delta prepare", chunk_delta.prepare_kernel, types, constants)
+
+
+def sort_cases() -> Iterator[Case]:
+    types = {"ids": I64, "offsets": I32, "places": I32, "order": I32, "acc": F32, "out": F32}
+    yield Case("count", sort.count_kernel, types, {"BINS": 512, "TILE": sort.COUNT_TILE, "num_warps": 4})
+    yield Case("scan", sort.scan_kernel, types, {"BINS": 512, "num_warps": 4})
+    yield Case("place", sort.place_kernel, types, {"TILE": sort.PLACE_TILE, "num_warps": 4})
+    constants = {"TOP_K": 16, "COLUMNS": sort.COMBINE_COLUMNS, "num_warps": 4}
+    yield Case("combine", sort.combine_kernel, types, constants)
+
+
+def cases(tiles: gemm.Tiles, *, every: bool) -> Iterator[Case]:
+    """The kernels with the largest tiles, or all."""
+    yield from list(product_cases(tiles)) if every else list(product_cases(tiles))[:2]
+    if not every:
+        yield decode_case(GGMLType.Q5_1, 640)
+        yield next(delta_cases())
+        return
+    yield from delta_cases()
+    yield from sort_cases()
+    for kind in PLANES:
+        yield decode_case(kind, 2560)
+
+
+def main(*, every: bool) -> None:
+    found = []
+    for arch, tiles in ARCHITECTURES.items():
+        if arch != 86 and not every:
+            continue
+        for case in cases(tiles, every=every):
+            result = compiled(case.kernel, case.constants, arch=arch, types=case.types)
+            found.append({"name": case.name, "arch": arch, "shared": result.metadata.shared})
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(every=sys.argv[1] == "all")
