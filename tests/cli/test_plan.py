@@ -15,7 +15,8 @@ def flash_next(tmp_path_factory):
 
 
 def plan(capsys, path, *arguments):
-    code, out, err = run(capsys, "plan", path, "--vram", "24GiB", "--ram", "128GiB", *arguments, "--json")
+    arguments = ("--vram", "24GiB", "--ram", "128GiB", "--parallel", "1", *arguments)
+    code, out, err = run(capsys, "plan", path, *arguments, "--json")
     assert code == 0, err
     return json.loads(out)
 
@@ -36,11 +37,13 @@ def test_a_full_flash_next_from_its_header_alone(capsys, flash_next):
     assert drafting["decode"]["n_slots"] < data["decode"]["n_slots"]
     assert plan(capsys, flash_next, "--context", "262144") == drafting
     copying = plan(capsys, flash_next, "--context", "262144", "--drafter", "lookup", "--draft-depth", "3")
-    assert drafting["decode"]["n_slots"] < copying["decode"]["n_slots"] < data["decode"]["n_slots"]
+    assert drafting["decode"]["n_slots"] < copying["decode"]["n_slots"] <= data["decode"]["n_slots"]
 
 
 def test_the_table_for_people(capsys, flash_next):
-    code, out, _ = run(capsys, "plan", flash_next, "--vram", "24GiB", "--prompt", "8192", "--prompt", "119000")
+    code, out, _ = run(
+        capsys, "plan", flash_next, "--vram", "24GiB", "-c", "262144", "--prompt", "8192", "--prompt", "119000"
+    )
     assert code == 0
     for text in ("KV cache", "slots:", "experts (pinned)", "8192", "119000", "first token"):
         assert text in out

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from makeway.config import KernelsName
 from makeway.device import Device
+from makeway.engine.planning import CPU_NUMBERS, GPU_REFERENCE_NUMBERS, TRITON_NUMBERS, Numbers
 from makeway.errors import UserError
 from makeway.experts.cache import ExpertCache
 from makeway.experts.cached import CachedExperts
@@ -21,10 +22,7 @@ from makeway.experts.pieces import Pieces, ReferencePieces
 from makeway.kernels import REFERENCE, Ops
 from makeway.kv import Batch, KVCache, StatePool
 from makeway.memory.arena import Arena, View
-from makeway.memory.sizes import DEFAULT_RESERVE_BYTES
 from makeway.models import Model
-
-SCRATCH_BYTES = 1 << 30  # activations between the kernels of a chunk, which torch allocates beside the arena
 
 
 @dataclass(frozen=True)
@@ -46,14 +44,10 @@ class Graphs(Protocol):
 
 
 class Backend(Protocol):
-    """`kv_type`, `residual_itemsize`, `input_itemsize` (what the experts of a sweep get) and `reserve_bytes` are for
-    the plan."""
+    """The operations of the models, `numbers` for the plan, and the executors."""
 
     ops: Ops
-    kv_type: str
-    residual_itemsize: int
-    input_itemsize: int
-    reserve_bytes: int
+    numbers: Numbers
 
     def step_experts(self, cache: ExpertCache, arena: Arena, *, transient: View, rows: int) -> StepExperts:
         """The executor of decode, for steps of at most `rows` rows."""
@@ -73,13 +67,9 @@ class Backend(Protocol):
 class ReferenceBackend:
     """Plain torch, on any device; every value in float32."""
 
-    kv_type = "f32"
-    residual_itemsize = 4
-    input_itemsize = 4
-
     def __init__(self, device: Device) -> None:
         self.ops = REFERENCE
-        self.reserve_bytes = DEFAULT_RESERVE_BYTES + SCRATCH_BYTES if device.torch_device.type == "cuda" else 0
+        self.numbers = GPU_REFERENCE_NUMBERS if device.torch_device.type == "cuda" else CPU_NUMBERS
 
     def step_experts(self, cache: ExpertCache, arena: Arena, *, transient: View, rows: int) -> StepExperts:
         return CachedExperts(cache, self.ops, transient=transient)
@@ -96,16 +86,12 @@ class ReferenceBackend:
 class TritonBackend:
     """Our kernels: residual in float32, what experts read in bfloat16, KV in half precision."""
 
-    kv_type = "f16"
-    residual_itemsize = 4
-    input_itemsize = 2
-
     def __init__(self, device: Device) -> None:
         """Imports Triton."""
+        self.numbers = TRITON_NUMBERS
         from makeway.kernels.triton.ops import triton_ops
 
         self.ops = triton_ops(device.torch_device)
-        self.reserve_bytes = DEFAULT_RESERVE_BYTES + SCRATCH_BYTES
         self._step: tuple[ExpertCache, StepExperts] | None = None
 
     def step_experts(self, cache: ExpertCache, arena: Arena, *, transient: View, rows: int) -> StepExperts:

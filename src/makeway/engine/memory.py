@@ -7,7 +7,6 @@ Hazard: tensors are views of the arena; whoever keeps one past `close` reads mem
 import os
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -17,8 +16,8 @@ from torch import Tensor
 from makeway.config import EngineConfig
 from makeway.device import Device
 from makeway.engine.backend import Backend, Graphs
-from makeway.engine.depth import Drafting
 from makeway.engine.handover import Swing
+from makeway.engine.planning import plan_for
 from makeway.errors import UserError
 from makeway.experts.loader import load_experts
 from makeway.experts.policies import Policy
@@ -27,66 +26,13 @@ from makeway.gguf import GGUFFile
 from makeway.kv import BLOCK_TOKENS, KV_TYPES, KVCache, KVRoom, SequenceState, StatePool, StateShapes
 from makeway.kv.prefix import PrefixCache
 from makeway.memory.arena import Arena
-from makeway.memory.facts import PlanFacts, align_up
-from makeway.memory.plan import MemoryPlan, minimum_vram, plan_memory
+from makeway.memory.facts import align_up
+from makeway.memory.plan import MemoryPlan
 from makeway.memory.rates import DEFAULT_RATES, RATES
-from makeway.memory.sizes import DEFAULT_PREFIX_BYTES, PlanRequest
-from makeway.models import ModelFacts, load_model
+from makeway.models import load_model
 from makeway.models.parts import part_of
-from makeway.models.plan_facts import plan_facts
 
 Progress = Callable[[int, int], None]
-DEFAULT_CONTEXT = 8192
-
-
-def plan_for(file: GGUFFile, backend: Backend, config: EngineConfig, *, device: Device) -> MemoryPlan:
-    """The plan that an engine with this configuration executes on this device. Raises UserError, OutOfPlan."""
-    on_gpu = device.torch_device.type == "cuda"
-    facts = load_model(file, backend.ops, device=torch.device("cpu")).facts
-    planned = plan_facts(
-        file, facts, residual_itemsize=backend.residual_itemsize, input_itemsize=backend.input_itemsize
-    )
-    drafting = Drafting.of(config, has_mtp=facts.n_draft_layers > 0)
-    request = PlanRequest(
-        vram_bytes=0,
-        context=_context(facts, config.context),
-        ram_bytes=config.ram or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        sequences=config.parallel,
-        drafts=drafting.depth,
-        mtp="mtp" in drafting.sources,
-        kv_type=config.kv_type or backend.kv_type,
-        chunk=config.chunk,
-        slots=config.slots,
-        sweep_tokens=config.sweep_tokens,
-        handover=config.handover,
-        uploads_per_layer=config.uploads_per_layer,
-        kv_block_tokens=BLOCK_TOKENS,
-        reserve_bytes=backend.reserve_bytes,
-        prefix_bytes=DEFAULT_PREFIX_BYTES if config.prefix_ram is None else config.prefix_ram,
-    )
-    vram_bytes = config.vram or (device.free_bytes() if on_gpu else _roomy(planned, request))
-    return plan_memory(
-        planned, replace(request, vram_bytes=vram_bytes), rates=DEFAULT_RATES if on_gpu else RATES["cpu"]
-    )
-
-
-def _context(facts: ModelFacts, wanted: int | None) -> int:
-    longest = facts.context_length
-    if wanted is None:
-        return min(longest, DEFAULT_CONTEXT)
-    if wanted > longest:
-        raise UserError(f"--context {wanted}: the model's longest context is {longest}; use at most that")
-    return wanted
-
-
-def _roomy(facts: PlanFacts, request: PlanRequest) -> int:
-    """Without a GPU and without --vram: what holds every expert in a slot, at most a quarter of the RAM."""
-    assert request.ram_bytes is not None
-    least = minimum_vram(facts, request)
-    if request.slots is not None:
-        return least
-    everything = minimum_vram(facts, replace(request, slots=max(layer.n_experts for layer in facts.expert_layers)))
-    return max(least, min(everything, request.ram_bytes // 4))
 
 
 class EngineMemory:
@@ -105,7 +51,15 @@ class EngineMemory:
         OutOfPlan, EngineFailed; nothing stays allocated then."""
         self.device, self.ops, self._file, self._config = device, backend.ops, file, config
         self._backend = backend
-        self.plan = plan_for(file, backend, config, device=device)
+        on_gpu = device.torch_device.type == "cuda"
+        self.plan = plan_for(
+            file,
+            config,
+            backend.numbers,
+            vram_bytes=config.vram or (device.free_bytes() if on_gpu else None),
+            ram_bytes=config.ram or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+            rates=DEFAULT_RATES if on_gpu else RATES["cpu"],
+        )
         self.arena = Arena(self.plan.arena_bytes, device)
         self._placer = _Placer(self.plan, self.arena, device)
         facts = load_model(file, self.ops, device=torch.device("cpu")).facts
@@ -118,7 +72,7 @@ class EngineMemory:
         )
         layers = self.model.store.layers[: len(self.plan.layers)]
         self.store = load_experts(file, layers, device, progress=progress)
-        self.input_type = torch.bfloat16 if backend.input_itemsize == 2 else torch.float32
+        self.input_type = torch.bfloat16 if backend.numbers.input_itemsize == 2 else torch.float32
         try:
             self.swing = self._new_swing()
             self.graphs = self._new_graphs()

@@ -14,7 +14,7 @@ from makeway.experts.cache import ExpertCache
 from makeway.experts.routed import RoutedInput
 from makeway.kernels.triton.sort import SortedPairs, sort_pairs
 from makeway.kernels.triton.sweep_experts import ExpertMatrices, SweepRows, SweepScratch, run_piece
-from makeway.memory.facts import align_up
+from makeway.memory.workspace import Room, padded_bytes
 
 
 class TritonPieces:
@@ -32,9 +32,14 @@ class TritonPieces:
         n, top_k = moe.ids.shape
         gate, up, down = self._cache.store.layers[layer].shapes
         matrices = ExpertMatrices(gate.n_cols, gate.n_rows, gate.type, up.type, down.type)
-        pairs, at = self._pairs(n, top_k, n_experts=self._cache.store.layers[layer].n_experts)
+        space = Room(self._workspace.numel(), device=self._arena.device, room=self._workspace)
+
+        def ints(*shape: int) -> Tensor:
+            return space.take(shape, torch.int32, n_bytes=padded_bytes(shape))
+
+        pairs = SortedPairs(ints(n * top_k), ints(self._cache.store.layers[layer].n_experts + 1), ints(n, top_k))
         sort_pairs(moe.ids, pairs)
-        room = self._workspace[at:]
+        room = space.rest()
         fixed = SweepScratch.nbytes(matrices, n_experts=self._piece, n_rows=0)
         per_row = 2 * matrices.d_ff + 4 * matrices.d
         n_rows = min((room.numel() - fixed - 1024) // per_row, n * top_k)
@@ -64,11 +69,3 @@ class TritonPieces:
             scratch=self._scratch,
             counts=self._counts[first : last + 1],
         )
-
-    def _pairs(self, n: int, top_k: int, *, n_experts: int) -> tuple[SortedPairs, int]:
-        """Room for the sort at the start of the workspace, and where the rest begins."""
-        at, parts = 0, []
-        for size in (n * top_k, n_experts + 1, n * top_k):
-            parts.append(self._workspace[at : at + 4 * size].view(torch.int32))
-            at += align_up(4 * size)
-        return SortedPairs(parts[0], parts[1], parts[2].view(n, top_k)), at

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from makeway.kernels import KVLayer
 from makeway.kv.blocks import BLOCK_TOKENS, BlockPool
-from makeway.kv.room import Room
 from makeway.memory.sizes import MAX_ROWS
+from makeway.memory.workspace import Room
 
 KV_TYPES: dict[str, torch.dtype] = {"f16": torch.float16, "f32": torch.float32}
 """Item types of keys, values and pooled indexer keys, by the name of `--kv-type`."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from makeway.kernels import ConvState, DeltaState, Ops, Rows
 from makeway.kv.blocks import Places
 from makeway.kv.cache import KVShape
-from makeway.kv.room import Room, padded_bytes
+from makeway.memory.workspace import Room, padded_bytes
 
 Key = tuple[str, int]
 """(kind, layer) of a tensor."""

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from makeway.kv.room import Room, padded_bytes
+from makeway.memory.workspace import Room, padded_bytes
 
 CPU = torch.device("cpu")
 
