@@ -206,8 +206,14 @@ class Step:
             rooms=layer.rooms,
         )
 
-    def fetch(self) -> None:
-        ex.fetch_missing(self.buffers, self.layer.store, self.layer.arena, n_bytes=self.layer.layout.expert_bytes)
+    def fetch(self, programs: int = ex.FETCH_PROGRAMS) -> None:
+        ex.fetch_missing(
+            self.buffers,
+            self.layer.store,
+            self.layer.arena,
+            n_bytes=self.layer.layout.expert_bytes,
+            programs=programs,
+        )
 
     def run(self, tilings: tuple[Tiling, Tiling] | None = None) -> None:
         layer = self.layer
@@ -279,6 +285,10 @@ def run_layer(name: str, layer: Layer, *, sweep: bool) -> list[dict]:
             row["plan_us"], _ = time_us([s.plan for s in steps])
             row["fetch_us"], _ = time_us([s.fetch for s in steps])
             row["run_us"], _ = time_us([s.run for s in steps])
+            if missed and sweep:
+                for programs in (4, 8, 32, 64):
+                    us, _ = time_us([lambda s=s, p=programs: s.fetch(p) for s in steps])
+                    row[f"fetch_us_{programs}"] = us
             rows.append(row)
             if sweep and layout is FLASH_NEXT and hit_rate == 1.0 and n in (1, 4):
                 for tilings in expert_tilings(layout):
@@ -295,9 +305,9 @@ def expert_tilings(layout: ex.ExpertLayout) -> list[tuple[Tiling, Tiling]]:
     down = ex.down_tiling(layout.down, layout.hidden, layout.width)
     found = []
     for rows, warps in ((16, 1), (32, 2), (32, 4), (64, 4)):
-        for stages, split in ((3, 1), (3, 2), (3, 5), (2, 2), (4, 2), (2, 5)):
+        for stages, split in ((3, 1), (3, 2), (3, 5), (2, 2), (4, 2), (1, 5), (1, 2)):
             found.append((Tiling(rows=rows, split=split, unroll=1, warps=warps, stages=stages), down))
-        for stages, unroll in ((2, 4), (3, 4), (4, 4), (3, 2), (4, 1), (2, 5)):
+        for stages, unroll in ((2, 4), (3, 4), (4, 4), (3, 2), (4, 1), (1, 4)):
             found.append((gate, Tiling(rows=rows, split=1, unroll=unroll, warps=warps, stages=stages)))
     return found
 
@@ -307,10 +317,10 @@ def linear_sweep() -> list[tuple[GGMLType, int, int, dict[str, int]]]:
     found = []
     for kind, n_rows, n_cols, splits, stages in (
         (G.Q4_K, 12288, 2560, (1, 2, 5), (3,)),
-        (G.Q4_K, 12288, 2560, (2,), (2, 4)),
+        (G.Q4_K, 12288, 2560, (2,), (1, 2, 4)),
         (G.Q4_K, 2560, 6144, (6, 12, 24), (3,)),
         (G.Q8_0, 2560, 6144, (6, 12), (3,)),
-        (G.Q6_K, 248320, 2560, (1,), (2, 3)),
+        (G.Q6_K, 248320, 2560, (1,), (1, 2)),
         (G.Q5_1, 6144, 2560, (4, 5), (3,)),
     ):
         for rows, warps in ((16, 1), (32, 2), (32, 4), (64, 4)):
@@ -409,7 +419,8 @@ def main() -> None:
                 link = row["link_bytes"] / row["fetch_us"] / 1e3
                 print(
                     f"    whole {row['us']:.1f} us, plan {row['plan_us']:.1f}, fetch {row['fetch_us']:.1f} "
-                    f"({link:.1f} GB/s of {row['link_bytes'] / 1e6:.1f} MB), error {row['error']:.0e}",
+                    f"({link:.1f} GB/s of {row['link_bytes'] / 1e6:.1f} MB), error {row['error']:.0e} "
+                    + " ".join(f"{k[6:]}:{v:.1f}" for k, v in row.items() if k.startswith("fetch_us_")),
                     flush=True,
                 )
     print(json.dumps(result))

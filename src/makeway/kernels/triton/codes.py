@@ -61,7 +61,7 @@ def skewed_words(at, skew, N: tl.constexpr):
     base = (at - skew).to(tl.pointer_type(tl.uint32)) + tl.arange(0, N)[None, :]
     first = tl.load(base)
     second = tl.load(base + tl.minimum(skew, 1))  # aligned after all: the same word, which the shifts drop
-    shift = (skew * 8).to(tl.uint32)
+    shift = skew * 8
     return (first >> shift) | ((second << 1) << (31 - shift))
 
 

@@ -107,7 +107,7 @@ def fetch_kernel(store, arena, experts, offsets, missing, stride, n_words, WORDS
         tl.store(target + at + i, tl.load(source + at + i, mask=inside), mask=inside)
 
 
-@triton.jit(do_not_specialize=["n", "x_part_stride"])  # one binary for every number of rows
+@triton.jit(do_not_specialize=["n"])  # one binary for every number of rows
 def gate_up_kernel(
     x,
     arena,
@@ -447,7 +447,9 @@ def plan_step(
     return fetched
 
 
-def fetch_missing(buffers: StepBuffers, store: Tensor, arena: Tensor, *, n_bytes: int) -> None:
+def fetch_missing(
+    buffers: StepBuffers, store: Tensor, arena: Tensor, *, n_bytes: int, programs: int = FETCH_PROGRAMS
+) -> None:
     """Copy the plan's missing experts, n_bytes each, into their rooms.
 
     store u8 [n_experts, stride], pinned host memory that the device reads directly; arena u8. Sizes are multiples of
@@ -456,7 +458,7 @@ def fetch_missing(buffers: StepBuffers, store: Tensor, arena: Tensor, *, n_bytes
     assert n_bytes % 16 == 0
     assert store.stride(0) % 16 == 0
     assert store.stride(1) == 1
-    fetch_kernel[(FETCH_PROGRAMS, buffers.n_entries)](
+    fetch_kernel[(programs, buffers.n_entries)](
         store.view(torch.int32),
         arena.view(torch.int32),
         buffers.experts,

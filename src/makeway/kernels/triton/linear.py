@@ -107,7 +107,7 @@ def arrived_last(counter, n_parts):
     return last
 
 
-@triton.jit(do_not_specialize=["n", "x_part_stride"])  # one binary for every number of rows
+@triton.jit(do_not_specialize=["n"])  # one binary for every number of rows
 def linear_kernel(
     x,
     raw,

@@ -161,15 +161,15 @@ def _q3_k_plane(q, third, K: tl.constexpr, d, scales, B: tl.constexpr):
 @triton.jit
 def _q3_k_half(at, half, skew):
     d = f16_at(at + 108)
-    third0 = skewed_words(at, skew, 4) >> (4 * half).to(tl.uint32)
-    third1 = skewed_words(at + 16, skew, 4) >> (4 * half).to(tl.uint32)
+    third0 = skewed_words(at, skew, 4) >> (4 * half)
+    third1 = skewed_words(at + 16, skew, 4) >> (4 * half)
     q0 = skewed_words(at + 32 + 32 * half, skew, 4)
     q1 = skewed_words(at + 48 + 32 * half, skew, 4)
     a = skewed_words(at + 96, skew, 1)
     b = skewed_words(at + 100, skew, 1)
     top = skewed_words(at + 104, skew, 1)
-    s0 = ((a >> (4 * half).to(tl.uint32)) & 0x0F0F0F0F) | (tl.where(half == 0, top << 4, top) & 0x30303030)
-    s1 = ((b >> (4 * half).to(tl.uint32)) & 0x0F0F0F0F) | (tl.where(half == 0, top << 2, top >> 2) & 0x30303030)
+    s0 = ((a >> (4 * half)) & 0x0F0F0F0F) | (tl.where(half == 0, top << 4, top) & 0x30303030)
+    s1 = ((b >> (4 * half)) & 0x0F0F0F0F) | (tl.where(half == 0, top << 2, top >> 2) & 0x30303030)
     return (
         _q3_k_plane(q0, third0, 0, d, s0, 0),
         _q3_k_plane(q1, third1, 0, d, s0, 1),
@@ -207,8 +207,8 @@ def iq4_xs(row, step, table):
     half = step % 2
     head = words(block, 1, 0)
     d = f16_of(head)
-    top = head >> (16 + 8 * half).to(tl.uint32)
-    low = words(block + 4, 1, 0) >> (16 * half).to(tl.uint32)
+    top = head >> (16 + 8 * half)
+    low = words(block + 4, 1, 0) >> (16 * half)
     at = block + 8 + 64 * half
     first = _iq4_xs_group(at, 0, d, top, low, table) + _iq4_xs_group(at, 1, d, top, low, table)
     return first + _iq4_xs_group(at, 2, d, top, low, table) + _iq4_xs_group(at, 3, d, top, low, table)
