@@ -31,17 +31,6 @@ class StepRows:
     segments: tuple[Segment, ...]
 
 
-@dataclass(frozen=True)
-class Standing:
-    """Rows of a sequence that the trunk has read for good: tokens and residual f32 [n, ...]; the sequence's length is
-    behind them. `is_drafted`: the MTP block has read the first of them with the trunk's state."""
-
-    sequence: SequenceState
-    tokens: list[int]
-    residual: Tensor
-    is_drafted: bool
-
-
 class DecodeStep:
     """Passes over rows on the slots of the decode layout, in phase decode only."""
 
@@ -90,22 +79,21 @@ class DecodeStep:
                 self._drafted.setdefault(sequence.place, []).append(moe.ids[i : i + 1])
         return model.draft_head(h), model.draft_state(h)
 
-    def follow(self, standing: Sequence[Standing]) -> None:
-        """The MTP block's keys and values of rows that stand, and the state of each sequence's last row."""
-        memory, model = self._memory, self._memory.model
-        parts: Parts = []
-        states, offsets = [], []
-        for s in standing:
-            tail, trunk = self.tail(s.sequence), model.trunk_state(s.residual)
-            skip = int(s.is_drafted)
-            if len(s.tokens) > skip:
-                parts.append((s.sequence, s.tokens[skip:]))
-                states.append(torch.cat((tail[None], trunk[:-1]))[skip:])
-                offsets.append(skip - len(s.tokens))
-            tail.copy_(trunk[-1])
-        if parts:
-            batch = Batch.of(parts, device=memory.device.torch_device, offset=offsets)
-            model.draft_remember(batch, torch.cat(states))
+    def trunk_state(self, residual: Tensor) -> Tensor:
+        """What the MTP block needs of the trunk's rows, f32 [n, ...], in memory of its own."""
+        state = self._memory.model.trunk_state(residual)
+        return state.clone() if state is residual else state
+
+    def remember(self, parts: Parts, states: Tensor) -> None:
+        """The MTP block's keys and values of tokens that the sequences have read last; states f32 [n, ...] of the trunk
+        at the places before them."""
+        offsets = [-len(tokens) for _, tokens in parts]
+        batch = Batch.of(parts, device=self._memory.device.torch_device, offset=offsets)
+        self._memory.model.draft_remember(batch, states)
+
+    def settle(self, sequence: SequenceState) -> None:
+        """Recurrent state that waits for a replay is moved on now."""
+        sequence.settle(self._memory.ops)
 
     def end(self) -> None:
         """The step is complete."""

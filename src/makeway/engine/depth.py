@@ -24,7 +24,7 @@ HOPE: dict[Source, float] = {"mtp": 0.7, "lookup": 0.6}
 """Acceptance taken for granted before anything was seen; it counts as two drafts."""
 MEMORY = 1 / 12
 """Weight of the newest draft in an acceptance once there are more than twelve."""
-PROBE_STEPS = (16, 256)
+PROBE_STEPS = (8, 256)
 """Steps without drafts before one is tried again: at first, and at most after doubling with each failure."""
 PROFIT = 1.03
 """A depth is taken when it promises this much more than none: a tie would only add noise."""
@@ -102,8 +102,11 @@ class StepCosts:
     What was not measured for `STALE` steps is forgotten, so that a size that was slow once is tried again.
     """
 
-    EXTRA_ROW = 0.1
-    """A row more costs so much of a step, until it is measured."""
+    EXTRA_ROW = 0.15
+    EXTRA_PASS = 0.1
+    """A row more, and a pass of the drafter, cost so much of a step until they are measured."""
+    LEAST_ROW = 0.02
+    """A row more costs at least so much of a step, whatever a noisy clock says."""
     STALE = 128
 
     def __init__(self) -> None:
@@ -115,7 +118,7 @@ class StepCosts:
     def observe(self, rows: int, *, step_s: float, n_passes: int, draft_s: float) -> None:
         """One step: `step_s` without the `draft_s` that `n_passes` of the drafter took."""
         self._n_steps += 1
-        self._times.setdefault(rows, deque(maxlen=7)).append(step_s)
+        self._times.setdefault(rows, deque(maxlen=9)).append(step_s)
         self._measured_at[rows] = self._n_steps
         if n_passes:
             self._passes.append(draft_s / n_passes)
@@ -128,9 +131,17 @@ class StepCosts:
 
     @property
     def pass_s(self) -> float:
-        return median(self._passes) if self._passes else 0.0
+        """Seconds of one pass of the drafter."""
+        return median(self._passes) if self._passes else self.EXTRA_PASS * self.step_s(1)
 
-    def step_s(self, rows: int) -> float:
+    def step_s(self, rows: int, *, least: int | None = None) -> float:
+        """Seconds of a step of so many rows, at least `LEAST_ROW` a row more than one of `least` rows."""
+        seconds = self._step_s(rows)
+        if least is None:
+            return seconds
+        return max(seconds, self._step_s(least) * (1.0 + self.LEAST_ROW * (rows - least)))
+
+    def _step_s(self, rows: int) -> float:
         """Between two measured sizes on a line; beyond them by `EXTRA_ROW`. In units of one row before any measure."""
         if rows in self._times:
             return median(self._times[rows])
@@ -230,7 +241,7 @@ class DepthChooser:
         for m, (chance, place, _, source) in enumerate(drafts[:free], start=1):
             tokens -= chance
             passes = max(passes, place if source == "mtp" else 0)
-            rate = tokens / (costs.step_s(n + m) + passes * costs.pass_s)
+            rate = tokens / (costs.step_s(n + m, least=n) + passes * costs.pass_s)
             if rate > best_rate:
                 best, best_rate = m, rate
         depths = [0] * n

@@ -309,7 +309,7 @@ class Loop:
         sequence = self._sequences[request.id]
         if request.n_read % BLOCK_TOKENS or not self._memory.prefixes.budget_bytes:
             return
-        sequence.settle(self._memory.ops)
+        self.speculation.settle(sequence)
         self._to_keep = [p for p in self._to_keep if p[0] is not request or p[1] <= request.n_prompt]
         self._to_keep.append((request, request.n_read, sequence.state.snapshot(torch.device("cpu"))))
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from makeway.engine.decode import DecodeStep, Standing
+from makeway.engine.decode import DecodeStep
 from makeway.engine.depth import HOPE, Acceptance, DepthChooser, Drafting, Source, StepCosts, Track, Wish
-from makeway.engine.drafter import GRAM, LONG_MATCH, MtpDrafter, TextIndex
+from makeway.engine.drafter import GRAM, LATE_TOKENS, LONG_MATCH, MtpDrafter, TextIndex
 from makeway.engine.request import DraftCounts, Request
 from makeway.engine.verify import verify
 from makeway.kv import SequenceState
@@ -33,12 +33,14 @@ class _Turn:
 
 
 class Speculation:
-    """`step` runs one step; `forget` a request that is gone."""
+    """`step` runs one step; `settle` a sequence whose state is copied; `forget` a request that is gone. What a step
+    costs is measured by `clock`, seconds."""
 
     def __init__(self, drafting: Drafting, step: DecodeStep, *, n_rows: int, totals: DraftCounts) -> None:
         """`n_rows`: rows of a step at most. `totals` goes on counting."""
         self.drafting = drafting
         self.totals = totals
+        self.clock: Callable[[], float] = time.perf_counter
         self._step, self._n_rows = step, n_rows
         self._mtp = MtpDrafter(step) if "mtp" in drafting.sources else None
         self._costs = StepCosts()
@@ -56,29 +58,36 @@ class Speculation:
         (0: no matter).
         """
         assert 0 < len(answers) <= self._n_rows
-        began_s = time.perf_counter()
+        began_s = self.clock()
         turns = self._turns(answers, block_tokens)
-        drafted_s = time.perf_counter()
+        drafted_s = self.clock()
         keep_rows = any(turn.drafts for turn in turns)
         parts = [(turn.sequence, [turn.request.tokens[-1], *turn.drafts]) for turn in turns]
         rows = self._step.run(parts, keep_rows=keep_rows, names=[turn.request.id for turn in turns])
-        standing = []
         for turn, segment, (_, tokens) in zip(turns, rows.segments, parts, strict=True):
             n = self._verify(turn, rows.logits[segment.rows], choose)
             if keep_rows:
                 turn.sequence.accept(n)
             turn.request.n_read += n
             is_drafted = bool(turn.drafts) and turn.source == "mtp"
-            standing.append(Standing(turn.sequence, tokens[:n], rows.residual[segment.rows][:n], is_drafted))
+            if self._mtp is not None:
+                residual = rows.residual[segment.rows][:n]
+                self._mtp.follow(turn.sequence, tokens[:n], residual, is_drafted=is_drafted)
         if self._mtp is not None:
-            self._mtp.follow(standing)
+            self._mtp.catch_up([turn.sequence for turn in turns], least=LATE_TOKENS)
         self._step.end()
         self._costs.observe(
             sum(len(tokens) for _, tokens in parts),
-            step_s=time.perf_counter() - drafted_s,
+            step_s=self.clock() - drafted_s,
             n_passes=max((len(turn.drafts) for turn in turns if turn.source == "mtp"), default=0),
             draft_s=drafted_s - began_s,
         )
+
+    def settle(self, sequence: SequenceState) -> None:
+        """Nothing of what the sequence has read is late: its state is that of its length."""
+        if self._mtp is not None:
+            self._mtp.catch_up([sequence])
+        self._step.settle(sequence)
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
