@@ -162,7 +162,7 @@ def unit_lower_inverse(a, CHUNK: tl.constexpr):
     return tl.dot(series, diagonal, input_precision="tf32x3")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def prepare_kernel(
     q,
     k,
@@ -220,7 +220,7 @@ def prepare_kernel(
     tl.store(recall + (at[:, None] * n_heads + head) * D_K + columns_k[None, :], w.to(tl.bfloat16))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def advance_kernel(
     state,
     q,

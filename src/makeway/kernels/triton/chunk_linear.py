@@ -106,7 +106,7 @@ def _multiply(x: Tensor, weights: Tensor, out: Tensor, *, tile: Tile, n_terms: i
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "n_rows"])
 def dense_kernel(
     x,
     weights,

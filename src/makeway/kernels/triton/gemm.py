@@ -2,7 +2,8 @@
 
 Owns the tile configuration and the map from programs to tiles. Never waits for the device: how many rows an expert has
 is read there, and the grid is the most that can be needed.
-Hazard: weights are bf16 here; a quantised piece is decoded into scratch first (`decode_matrices`).
+Hazard: weights are bf16 here; a quantised piece is decoded into scratch first (`decode_matrices`). Numbers that change
+from call to call must not be specialised, or Triton would compile again in the middle of a prompt.
 """
 
 import math
@@ -254,7 +255,7 @@ def beside(a, b):
     return tl.join(a, b).permute(0, 2, 1).reshape(n, 2 * width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def decode_kernel(
     room,
     where,
@@ -318,7 +319,7 @@ def find_tile(tile, offsets, first, n_experts, low, high, EXPERTS: tl.constexpr,
     return expert, start, end
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "n_experts", "skip", "capacity"])
 def gate_up_kernel(
     x,
     weights,
@@ -398,7 +399,7 @@ def multiply(left, right, length, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEP
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "n_experts", "skip", "capacity"])
 def down_kernel(
     x,
     weights,

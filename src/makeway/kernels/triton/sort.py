@@ -88,7 +88,7 @@ def combine(acc: Tensor, out: Tensor, *, pairs: SortedPairs, first: int, last: i
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_pairs"])
 def count_kernel(ids, offsets, places, n_pairs, n_experts, BINS: tl.constexpr, TILE: tl.constexpr):
     """offsets[e + 1] += how often e occurs in this tile; padding gets its place here."""
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -111,7 +111,7 @@ def scan_kernel(offsets, n_experts, BINS: tl.constexpr):
     tl.store(offsets + 1 + bins, tl.cumsum(counts, axis=0), mask=bins < n_experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_pairs"])
 def place_kernel(ids, offsets, order, places, n_pairs, TILE: tl.constexpr):
     """The pairs of one expert, in the order of their tokens."""
     expert = tl.program_id(0)
@@ -129,7 +129,7 @@ def place_kernel(ids, offsets, order, places, n_pairs, TILE: tl.constexpr):
         start += TILE
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "last", "skip", "capacity"])
 def combine_kernel(
     acc,
     out,
