@@ -1,3 +1,4 @@
+import inspect
 import json
 import re
 import signal
@@ -5,10 +6,14 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from dataclasses import fields
 
 import pytest
 
+from makeway import EngineConfig
 from makeway.cli import main
+from makeway.cli.serve import serve_command
+from makeway.server.settings import ServerConfig
 from tests.conftest import golden_path
 
 MODEL = "qwen3moe-k256-Q4_K_M.gguf"
@@ -78,6 +83,13 @@ def test_answers_that_take_too_long_are_ended():
         server.process.send_signal(signal.SIGTERM)
         assert b"shutting down" in response.read()
     assert server.end()[0] == 0
+
+
+def test_every_setting_has_a_flag():
+    flags = set(inspect.signature(serve_command).parameters)
+    assert {f.name for f in fields(EngineConfig)} <= flags
+    renamed = {"names": "name", "api_keys": "api_key", "cors_origins": "cors_origin"}
+    assert {renamed.get(f.name, f.name) for f in fields(ServerConfig)} <= flags
 
 
 @pytest.mark.parametrize(

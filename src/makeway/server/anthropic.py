@@ -24,7 +24,7 @@ class AnthropicAnswer:
 
     def __init__(self, request: ChatRequest, *, model: str, n_prompt: int, output: ChatOutput) -> None:
         self._request = request
-        self._usage = Usage(n_prompt)
+        self._usage = Usage([n_prompt])
         self._output = output
         self._message: dict[str, Any] = {
             "id": f"msg_{uuid.uuid4().hex}",

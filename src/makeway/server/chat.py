@@ -35,7 +35,7 @@ class ChatAnswer:
     ) -> None:
         self._request = request
         self._tokenizer = tokenizer
-        self._usage = Usage(n_prompt)
+        self._usage = Usage([n_prompt])
         self._outputs = outputs
         self._entries: list[list[dict[str, Any]]] = [[] for _ in outputs]
         self._document = {

@@ -26,7 +26,7 @@ class CompletionAnswer:
     ) -> None:
         """`prompts`: the token ids of each prompt."""
         self._request = request
-        self._usage = Usage(sum(len(p) for p in prompts))
+        self._usage = Usage([len(p) for p in prompts])
         self._echo = [tokenizer.decode(p) if request.echo else "" for p in prompts for _ in range(request.n)]
         self._logprobs = [CompletionLogprobs(tokenizer) for _ in self._echo]
         self._document = {
@@ -76,7 +76,7 @@ class CompletionAnswer:
     def _see(self, index: int, event: Event) -> None:
         self._logprobs[index].push(event)
         if event.timings is not None:
-            self._usage.add(event.timings)
+            self._usage.add(event.timings, index // self._request.n)
 
     def _choice(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
         has = self._request.sampling.logprobs is not None

@@ -96,7 +96,6 @@ class Generation:
             "state": name,
             "position": position,
             "total": n_prompt,
-            "cached": 0,
             "processed": state.n_read,
             "time_ms": round(1000 * elapsed_s),
             "eta_ms": round(1000 * left / rate) if rate > 0 else None,

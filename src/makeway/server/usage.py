@@ -3,28 +3,35 @@
 Owns the sums over the answers of a request. Never measures. Hazard: a prompt counts once however many answers it has.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from makeway.engine import Timings
 
 
-@dataclass
 class Usage:
-    """Filled from the timings of finished answers. Prompt tokens are known from the start."""
+    """Filled from the timings of finished answers. The lengths of the prompts are known from the start."""
 
-    n_prompt: int
-    n_answer: int = 0
-    n_reasoning: int = 0
-    n_cached: int = 0
-    n_accepted: int = 0
-    n_rejected: int = 0
-    timings: Timings | None = None
+    def __init__(self, n_prompts: Sequence[int]) -> None:
+        """`n_prompts`: the tokens of each prompt."""
+        self.n_prompt = sum(n_prompts)
+        self.n_answer = self.n_reasoning = self.n_accepted = self.n_rejected = 0
+        self._cached: dict[int, int] = {}
+        self._last: Timings | None = None
 
-    def add(self, timings: Timings) -> None:
-        """One more finished answer."""
+    def add(self, timings: Timings, prompt: int = 0) -> None:
+        """One more finished answer, to the prompt of this number."""
         self.n_answer += timings.n_answer
-        self.timings = timings
+        self.n_accepted += timings.drafts.n_accepted
+        self.n_rejected += timings.drafts.n_drafted - timings.drafts.n_accepted
+        # Later answers to a prompt find it read by the first one; what the request saved is what the first found.
+        self._cached[prompt] = min(timings.n_cached, self._cached.get(prompt, timings.n_cached))
+        self._last = timings
+
+    @property
+    def n_cached(self) -> int:
+        """Prompt tokens that earlier requests had read."""
+        return sum(self._cached.values())
 
     def openai(self) -> dict[str, Any]:
         return {
@@ -49,11 +56,12 @@ class Usage:
 
     def speed(self) -> dict[str, Any] | None:
         """Rates of the last answer, under llama-server's names."""
-        t = self.timings
+        t = self._last
         if t is None:
             return None
         return {
-            "prompt_n": t.n_prompt,
+            "prompt_n": t.n_prompt - t.n_cached,
+            "cache_n": t.n_cached,
             "prompt_ms": round(1000 * t.prompt_s, 3),
             "prompt_per_second": round(t.prompt_tokens_per_s, 3),
             "predicted_n": t.n_answer,
