@@ -31,7 +31,7 @@ def tight(batch_bytes=1):
         yield
 
 
-def open_engine(file=QWEN4EXP, *, device=None, **config):
+def open_engine(file=QWEN4EXP, *, device=None, backend=None, **config):
     """An engine that has the least memory for its slots."""
     config = {
         "device": "cpu",
@@ -42,7 +42,7 @@ def open_engine(file=QWEN4EXP, *, device=None, **config):
         "drafter": "none",
         "prefix_ram": 0,
     } | config
-    return Engine(golden_path(file), EngineConfig(**config), device=device or LazyDevice())
+    return Engine(golden_path(file), EngineConfig(**config), device=device or LazyDevice(), backend=backend)
 
 
 @cache

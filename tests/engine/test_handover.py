@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from makeway import EngineFailed, OutOfPlan, UserError
-from makeway.engine import engine as engine_module
+from makeway.engine.backend import ReferenceBackend
 from makeway.engine.phases import Phase
 from makeway.experts.trace import TraceReader
-from makeway.kernels import select
 from tests.devices import LazyDevice, OrderedDevice
 from tests.engine import rig
 
@@ -63,6 +62,16 @@ def test_the_next_prompt_stops_the_refill():
         assert last["restored_bytes"] <= last["restore_planned_bytes"], "what decode keeps needs no refill"
         assert engine.memory.swing.cache.table.n_published == 18
         rig.check_idle(engine)
+
+
+def test_the_policy_sees_every_step_also_the_last_before_a_prompt():
+    with rig.open_engine(FILE, device=LazyDevice(), slots=4) as engine:
+        for n_answer in (5, 3):
+            engine.add(rig.prompt(FILE, 9), rig.greedy(n_answer))
+            rig.run(engine)
+        engine.add(rig.prompt(FILE, 9), rig.greedy(1))
+        rig.run(engine)
+        assert engine.memory.swing.cache.policy.step == engine.status()["n_steps"] == 4 + 2
 
 
 def test_a_prompt_that_comes_during_a_sweep_joins_the_next_and_borrows_more():
@@ -118,10 +127,11 @@ def test_many_prompts_are_read_in_one_stay_and_answers_go_on_in_between():
 
 
 @pytest.mark.parametrize("handover", ["auto", "always", "never"])
-def test_nothing_is_read_before_it_is_there_nor_overwritten_before_it_was_read(handover, monkeypatch):
+def test_nothing_is_read_before_it_is_there_nor_overwritten_before_it_was_read(handover):
     device = OrderedDevice()
-    monkeypatch.setattr(engine_module, "select", lambda torch_device: device.watched(select(torch_device)))
-    with rig.open_engine(FILE, device=device, slots=4, handover=handover, context=192) as engine:
+    backend = ReferenceBackend(device)
+    backend.ops = device.watched(backend.ops)
+    with rig.open_engine(FILE, device=device, backend=backend, slots=4, handover=handover, context=192) as engine:
         ids = [engine.add(rig.prompt(FILE, n), rig.greedy(5)) for n in (40, 9)]
         events = rig.run(engine, until=lambda events: len(rig.said(events, ids[0])) == 2)
         ids.append(engine.add(rig.prompt(FILE, 70), rig.greedy(5)))

@@ -16,7 +16,7 @@ from makeway import EngineFailed
 from makeway.engine.phases import TRANSITIONS, Phase
 from tests.engine import rig
 
-FILE = rig.QWEN3MOE
+MODELS = ((rig.QWEN3MOE, "none"), (rig.QWEN3MOE, "lookup"), (rig.QWEN35MOE, "mtp"), (rig.QWEN35MOE, "mtp+lookup"))
 LENGTHS = (1, 5, 16, 17, 30, 62)  # around what lends nothing, and one that grows into a second KV block
 SAMPLINGS = (rig.greedy(1), rig.greedy(4), rig.sampled(4, 1))
 
@@ -33,17 +33,20 @@ class EngineMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.device = rig.LateFlaky()
-        self.engine = None
+        self.engine = self.file = None
         self.asked, self.heard, self.told = {}, {}, set()
 
     @initialize(
+        model=st.sampled_from(MODELS),
         slots=st.sampled_from((0, 1, 3, 12)),
         handover=st.sampled_from(("auto", "always", "never")),
         policy=st.sampled_from(("lru", "lfru", "random")),
         max_prefill_s=st.sampled_from((60.0, 1e-9)),
+        prefix_ram=st.sampled_from((0, None, 100_000)),
     )
-    def open(self, **config):
-        self.engine = rig.open_engine(FILE, device=self.device, **config)
+    def open(self, model, **config):
+        self.file, drafter = model
+        self.engine = rig.open_engine(self.file, device=self.device, drafter=drafter, **config)
         self.watch()
 
     def watch(self):
@@ -59,7 +62,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.asked) - len(self.told) < 5)
     @rule(n=st.sampled_from(LENGTHS), start=st.integers(0, 1), sampling=st.sampled_from(SAMPLINGS))
     def add(self, n, start, sampling):
-        tokens = rig.prompt(FILE, n, start)
+        tokens = rig.prompt(self.file, n, start)
         if self.engine.phase is Phase.FAILED:
             with pytest.raises(EngineFailed, match="rebuild"):
                 self.engine.add(tokens, sampling)
@@ -87,7 +90,7 @@ class EngineMachine(RuleBasedStateMachine):
     def check_answer(self, last):
         tokens, sampling = self.asked[last.request_id]
         said = rig.said(self.heard[last.request_id], last.request_id)
-        want = rig.alone(FILE, tokens, sampling)
+        want = rig.alone(self.file, tokens, sampling)
         assert said == want[: len(said)]
         if last.reason == "length":
             assert said == want
