@@ -139,3 +139,33 @@ def test_bad_parameters_are_one_clear_line(bad):
         SamplingParams(**bad)
     assert "\n" not in str(error.value)
     assert next(iter(bad)).split("_")[0] in str(error.value)
+
+
+@pytest.mark.parametrize("spread", [0.5, 3.0, 12.0])
+def test_the_head_of_the_vocabulary_decides_what_the_whole_of_it_would(spread):
+    rng = np.random.default_rng(5)
+    settings = [
+        {},
+        {"top_k": 40},
+        {"top_p": 0.9},
+        {"min_p": 0.05},
+        {"top_k": 20, "top_p": 0.8, "min_p": 0.1},
+        {"top_p": 0.3, "min_p": 0.2},
+    ]
+    n_by_head = 0
+    for seed in range(40):
+        values = np.round(rng.normal(0, spread, 6000), 1)  # many ties
+        for setting in settings:
+            params = SamplingParams(temperature=0.8, **setting)
+            number = sampler.uniform(seed, 3)
+            by_head = sampler._draw_from_head(values, params, number)
+            n_by_head += by_head is not None
+            assert by_head in (None, sampler._draw(values, params, number))
+    assert n_by_head > 40, "else this compares nothing"
+
+
+def test_the_best_tokens_are_those_of_a_full_sort():
+    rng = np.random.default_rng(6)
+    for n in (1, 7, 64, 500):
+        values = rng.integers(0, 30, 500).astype(np.float64)
+        assert sampler._best(values, n).tolist() == np.argsort(-values, kind="stable")[:n].tolist()

@@ -14,6 +14,7 @@ from makeway.engine.request import TokenLogprobs
 from makeway.errors import EngineFailed, UserError
 
 Floats = NDArray[np.float64]
+HEAD = 1024  # best tokens that nearly always decide a draw
 
 
 def uniform(seed: int, position: int) -> float:
@@ -81,14 +82,76 @@ def choose(
     allowed: bool [vocab], the tokens a grammar lets through; the others cannot be chosen, whatever their bias.
     Raises EngineFailed when it allows none, UserError when `logit_bias` bans all it allows.
     """
+    if params.temperature == 0.0 and allowed is None and not _adjusts(params):
+        return int(np.argmax(logits))
     values = adjusted(logits, params, seen=seen, counts=counts)
     if allowed is not None:
         values = _only(values, allowed)
     if params.temperature == 0.0:
         return int(np.argmax(values))
+    number = uniform(seed, position)
+    drawn = _draw_from_head(values, params, number)
+    return _draw(values, params, number) if drawn is None else drawn
+
+
+def _adjusts(params: SamplingParams) -> bool:
+    return bool(
+        params.logit_bias or params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+    )
+
+
+def _draw(values: Floats, params: SamplingParams, number: float) -> int:
+    """The token at `number` of the distribution's running sum, best token first."""
     ids, p = probabilities(values, params)
-    index = int(np.searchsorted(np.cumsum(p), uniform(seed, position), side="right"))
+    index = int(np.searchsorted(np.cumsum(p), number, side="right"))
     return int(ids[min(index, int(np.count_nonzero(p)) - 1)])  # the sum of p may end below 1; what is banned has p = 0
+
+
+def _draw_from_head(values: Floats, params: SamplingParams, number: float) -> int | None:
+    """The same token without sorting the vocabulary, or None when the best `HEAD` tokens do not decide it.
+
+    Which way is taken depends on the arguments alone, so the draw at a position is one and the same for every drafter.
+    """
+    if params.typical_p < 1.0:
+        return None
+    n_head = min(params.top_k or HEAD, len(values))
+    if n_head > HEAD:
+        return None
+    ids = _best(values, n_head)
+    best = values[ids[0]]
+    decides = bool(params.top_k) or n_head == len(values)  # the rest has no share
+    if params.top_p < 1.0 or params.min_p > 0.0:
+        rest = values[ids] if decides else values
+        p = np.exp(values[ids] - best) / np.exp(rest - best).sum()
+        if params.top_p < 1.0:
+            n = int(np.searchsorted(np.cumsum(p), params.top_p)) + 1
+            if n <= len(ids):
+                ids, p, decides = ids[:n], p[:n], True
+            elif not decides:
+                return None
+        if params.min_p > 0.0:
+            keep = p >= params.min_p * p[0]
+            if not decides and bool(keep[-1]):
+                return None  # some of the others stay too
+            ids, decides = ids[keep], True
+    drawn_from = values[ids] if decides else values
+    weights = np.exp((values[ids] - best) / params.temperature)
+    sums = np.cumsum(weights / np.exp((drawn_from - best) / params.temperature).sum())
+    index = int(np.searchsorted(sums, number, side="right"))
+    if index < len(ids):
+        return int(ids[index])
+    return int(ids[int(np.count_nonzero(weights)) - 1]) if decides else None
+
+
+def _best(values: Floats, n: int) -> NDArray[np.int64]:
+    """The `n` best tokens, best first, equal ones by their id."""
+    if n < len(values):
+        least = np.partition(values, len(values) - n)[len(values) - n]
+        above = np.flatnonzero(values > least)
+        ids = np.sort(np.concatenate((above, np.flatnonzero(values == least)[: n - above.size])))
+    else:
+        ids = np.arange(len(values))
+    return np.asarray(ids[np.argsort(-values[ids], kind="stable")])
 
 
 def logprobs(logits: NDArray[np.float32], token: int, *, n_best: int) -> TokenLogprobs:
