@@ -8,10 +8,42 @@ import json
 import pytest
 from openai import BadRequestError, OpenAI
 
+from makeway import Engine, EngineConfig
+from tests.conftest import golden_path
 from tests.server.conftest import NAME, running
 from tests.server.engines import ScriptedEngine
 from tests.server.http import ask, events_of
 from tests.server.test_chat import ADD, HI, TEMPLATE, scripted
+
+CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("model", ["qwen35moe-base-bf16.gguf", "qwen4exp-k96-UD-Q4_K_XL.gguf"])
+def test_complaint_12_hybrid_models_do_not_read_the_whole_conversation_again_every_turn(model):
+    def load(progress):
+        config = EngineConfig(device="cpu", context=2048, drafter="none")
+        return Engine.load(golden_path(model), config, progress=progress)
+
+    def turn(up, messages):
+        body = {"messages": messages, "max_tokens": 10, "temperature": 0, "ignore_eos": True}
+        status, _, content = ask(up, "/v1/chat/completions", body)
+        assert status == 200
+        document = json.loads(content)
+        return document["choices"][0]["message"]["content"], document["usage"]
+
+    messages = [{"role": "user", "content": "Hello there. " * 20}]
+    with running(load, chat_template=CHAT) as up:
+        first, usage = turn(up, messages)
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+        n_before = usage["prompt_tokens"]
+        messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "More please."}]
+        warm, usage = turn(up, messages)
+        assert n_before - 64 <= usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"]
+    with running(load, chat_template=CHAT) as up:
+        cold, usage = turn(up, messages)
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+    assert warm == cold
+
 
 BAD_GRAMMARS = [
     {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}},
