@@ -96,6 +96,7 @@ def test_some_slots_are_lent_and_some_stay(file, slots, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("file", rig.FILES)
 @pytest.mark.parametrize("slots", FACTORS["slots"])
 def test_every_combination(file, slots, tmp_path):

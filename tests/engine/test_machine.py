@@ -164,5 +164,6 @@ def test_a_short_walk():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_long_walks():
     run(300, 60, derandomize=False)
