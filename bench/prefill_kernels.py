@@ -102,7 +102,8 @@ class Layer:
         self.room = piece.to(CUDA).repeat(EXPERTS // PIECE, 1).view(-1)
         self.where = torch.arange(EXPERTS, device=CUDA) * self.stride
         self.ids = torch.rand((n_tokens, EXPERTS), device=CUDA, generator=generator).topk(TOP_K).indices
-        self.pairs = SortedPairs.empty(n_tokens, TOP_K, n_experts=EXPERTS, device=CUDA)
+        sorting = torch.empty(SortedPairs.nbytes(n_tokens, TOP_K, EXPERTS), dtype=torch.uint8, device=CUDA)
+        self.pairs = SortedPairs.of(sorting, n_tokens, TOP_K, n_experts=EXPERTS)
         sort_pairs(self.ids, self.pairs)
         x = torch.randn((n_tokens, MATRICES.d), device=CUDA, generator=generator).bfloat16()
         weights = torch.rand((n_tokens, TOP_K), device=CUDA, generator=generator)

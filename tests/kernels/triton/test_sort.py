@@ -16,9 +16,8 @@ def random_ids(n, top_k, n_experts, *, padded=0.2):
 
 def sorted_pairs(ids, n_experts, device):
     """The result on the device, and a copy on the CPU."""
-    pairs = SortedPairs.empty(*ids.shape, n_experts=n_experts, device=device)
-    pairs.order.fill_(-7)
-    pairs.places.fill_(-7)
+    room = torch.full((SortedPairs.nbytes(*ids.shape, n_experts),), 249, dtype=torch.uint8, device=device)
+    pairs = SortedPairs.of(room, *ids.shape, n_experts=n_experts)
     sort_pairs(ids.to(device), pairs)
     return pairs, SortedPairs(pairs.order.cpu(), pairs.offsets.cpu(), pairs.places.cpu())
 

@@ -57,7 +57,8 @@ class Layer:
         n_bytes = SweepScratch.nbytes(self.matrices, n_experts=n_experts, n_rows=n_rows)
         room = torch.full((n_bytes,), 255, dtype=torch.uint8, device=self.device)
         scratch = SweepScratch.of(room, self.matrices, n_experts=n_experts, n_rows=n_rows)
-        pairs = SortedPairs.empty(N, TOP_K, n_experts=N_EXPERTS, device=self.device)
+        sorting = torch.empty(SortedPairs.nbytes(N, TOP_K, N_EXPERTS), dtype=torch.uint8, device=self.device)
+        pairs = SortedPairs.of(sorting, N, TOP_K, n_experts=N_EXPERTS)
         sort_pairs(self.ids.to(self.device), pairs)
         rows = SweepRows(
             self.x.to(self.device), self.pair_weights.to(self.device), self.acc.to(self.device, copy=True), pairs

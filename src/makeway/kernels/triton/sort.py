@@ -30,13 +30,16 @@ class SortedPairs:
     places: Tensor
 
     @staticmethod
-    def empty(n: int, top_k: int, *, n_experts: int, device: torch.device) -> "SortedPairs":
-        """Room for `n` tokens, uninitialised."""
-        return SortedPairs(
-            torch.empty(n * top_k, dtype=torch.int32, device=device),
-            torch.empty(n_experts + 1, dtype=torch.int32, device=device),
-            torch.empty((n, top_k), dtype=torch.int32, device=device),
-        )
+    def nbytes(n: int, top_k: int, n_experts: int) -> int:
+        """Bytes of a room for `n` tokens."""
+        return 4 * (2 * n * top_k + n_experts + 1)
+
+    @staticmethod
+    def of(room: Tensor, n: int, top_k: int, *, n_experts: int) -> "SortedPairs":
+        """Carve it out of `room`, u8 [>= nbytes] and aligned to 4 bytes; contents are as they were."""
+        values = room[: SortedPairs.nbytes(n, top_k, n_experts)].view(torch.int32)
+        order, places, offsets = values.split((n * top_k, n * top_k, n_experts + 1))
+        return SortedPairs(order, offsets, places.view(n, top_k))
 
     @property
     def n_experts(self) -> int:
