@@ -118,3 +118,10 @@ def test_the_page_works_offline(up):
         text += content.decode()
     assert "http://" not in text
     assert "https://" not in text
+
+
+def test_a_long_body_is_read_like_a_short_one(up):
+    status, _, content = ask(up, "/tokenize", {"prompt": "abc", "ignored": "x" * 1_500_000})
+    assert status == 200
+    assert json.loads(content) == json.loads(ask(up, "/tokenize", {"prompt": "abc"})[2])
+    assert ask(up, "/tokenize", b"[" * 1_500_000)[0] == 400

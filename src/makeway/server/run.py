@@ -19,7 +19,7 @@ from makeway.server.app import Server
 logger = logging.getLogger("makeway.server")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-MAX_CONNECTIONS = 4096
+MAX_CONNECTIONS = 800  # below the usual limit of 1024 open files
 KEEP_CONNECTION_S = 75
 EXTRA_S = 5.0  # for answers that were ended to be written
 
@@ -99,14 +99,19 @@ async def serve(
         if loaded.done():
             if loaded.exception() is None:
                 on_ready()
-            elif not server.config.restart_on_failure:
+            elif _is_final(server, loaded.exception()):
                 http.should_exit = True
         await serving
         if ending is not None:
             await ending
-        elif loaded.done() and not server.config.restart_on_failure:
+        elif loaded.done() and _is_final(server, loaded.exception()):
             loaded.result()
         loaded.cancel()
     finally:
         for number in SIGNALS:
             loop.remove_signal_handler(number)
+
+
+def _is_final(server: Server, error: BaseException | None) -> bool:
+    """Whether trying again cannot help: the file or a flag is wrong, or nobody asked for it."""
+    return isinstance(error, UserError) or (error is not None and not server.config.restart_on_failure)

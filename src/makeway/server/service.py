@@ -31,6 +31,7 @@ logger = logging.getLogger("makeway.server")
 T = TypeVar("T")
 
 MAX_BODY_S = 120.0
+LONG_BODY_BYTES = 1 << 20  # from here on reading the JSON is work for a worker thread
 MAX_DRAINED_BYTES = 64 << 20
 N_WORKERS = 4
 LONGEST_TOKEN = 1024  # characters; a text with more than this per token of context cannot fit
@@ -78,7 +79,10 @@ class Service:
         if n_bytes > most:
             message = f"the body is larger than {self.config.max_body_mib} MiB; see --max-body-mib"
             raise ApiError(413, message, code="request_too_large")
-        return Fields(parse_json(b"".join(parts)))
+        data = b"".join(parts)
+        if n_bytes < LONG_BODY_BYTES:
+            return Fields(parse_json(data))
+        return Fields(await self.in_worker(request, lambda: parse_json(data)))
 
     def model(self, name: str | None) -> str:
         """The name to answer under; raises ApiError (404) for one that is not served."""
