@@ -27,8 +27,8 @@ The last four work on places of recurrent state, in place: they (1) replay the `
 and the rows' inputs as the place's kept rows.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -41,7 +41,10 @@ from makeway.kernels.weight import Weight
 
 @dataclass(frozen=True)
 class Ops:
-    """One implementation of every operation; signatures and meaning are those of `kernels/reference*.py`."""
+    """One implementation of every operation; signatures and meaning are those of `kernels/reference*.py`.
+
+    `notes`: calls that something else than the named implementation served, and what; it may grow with calls.
+    """
 
     name: str
     linear: Callable[[Tensor, Weight], Tensor] = reference.linear
@@ -61,6 +64,17 @@ class Ops:
     delta_step: Callable[..., Tensor] = reference.delta_step
     replay_conv: Callable[[ConvState, Rows], None] = reference.replay_conv
     replay_delta: Callable[[DeltaState, Rows], None] = reference.replay_delta
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        """What runs each operation: "reference", or the name of this implementation; and the notes."""
+        found = {
+            f.name: "reference" if getattr(self, f.name) is f.default else self.name
+            for f in fields(self)
+            if callable(f.default)
+        }
+        return found | dict(self.notes)
 
 
 REFERENCE = Ops("reference")

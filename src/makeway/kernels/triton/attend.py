@@ -1,0 +1,483 @@
+"""Attention over the paged KV cache: all keys or selected blocks of keys, for a step's rows and for a prompt's chunks.
+
+Owns the tilings and the order of sums: key tiles and splits lie at fixed places of a row's keys, and their parts are
+added in ascending order, so a row's bits depend on its own keys alone. Never reads behind a row's position.
+Hazard: every place of a block must hold a finite value; masked keys are multiplied by exact zeros.
+
+A step (at most MAX_ROWS rows): one program for each row, KV head and split of its keys, then one for each row and head
+that adds the splits. A chunk, all keys: one program for QUERIES consecutive rows of a span and a KV head, its heads
+side by side in one tile. A chunk, selected keys: as a step, but one program takes all keys of a row.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from makeway.kernels.rows import KVLayer, Rows
+from makeway.kernels.triton.linear import MAX_ROWS
+from makeway.kernels.triton.small import sigmoid_of
+
+SPLIT_KEYS = 256  # keys of a split, all keys
+SPLIT_SELECTED = 64  # keys of a split, selected keys
+COMBINE_SPLITS = 16  # whose parts are loaded at once
+
+
+@triton.jit
+def write_kernel(
+    keys,
+    values,
+    key_pool,
+    value_pool,
+    positions,
+    row_segment,
+    block_tables,
+    table_stride,
+    key_stride,
+    value_stride,
+    n_key,
+    n_value,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row's keys (n_key values of all heads) and values into their place."""
+    row = tl.program_id(0).to(tl.int64)
+    segment = tl.load(row_segment + row)
+    if segment < 0:
+        return
+    position = tl.load(positions + row)
+    block = tl.load(block_tables + segment.to(tl.int64) * table_stride + position // BLOCK_TOKENS)
+    place = block.to(tl.int64) * BLOCK_TOKENS + position % BLOCK_TOKENS
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    key = tl.load(keys + row * key_stride + i, mask=i < n_key, other=0.0)
+    tl.store(key_pool + place * n_key + i, key.to(key_pool.dtype.element_ty), mask=i < n_key)
+    value = tl.load(values + row * value_stride + i, mask=i < n_value, other=0.0)
+    tl.store(value_pool + place * n_value + i, value.to(value_pool.dtype.element_ty), mask=i < n_value)
+
+
+def write_kv(keys: Tensor, values: Tensor, *, kv: KVLayer, rows: Rows) -> None:
+    """`kernels/reference_attention.py:write_kv`; keys, values f32 [n, kv_heads, d]."""
+    keys, values = keys.flatten(1), values.flatten(1)
+    assert keys.stride(1) == values.stride(1) == 1
+    assert kv.keys.is_contiguous()
+    assert kv.values.is_contiguous()
+    n, n_key = keys.shape
+    n_value = values.shape[1]
+    if n == 0:
+        return
+    device = rows.on_device
+    write_kernel[(n, triton.cdiv(max(n_key, n_value), 512))](
+        keys,
+        values,
+        kv.keys,
+        kv.values,
+        device.positions,
+        device.row_segment,
+        device.block_tables,
+        device.block_tables.stride(0),
+        keys.stride(0),
+        values.stride(0),
+        n_key,
+        n_value,
+        BLOCK_TOKENS=kv.block_tokens,
+        BLOCK=512,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def high_and_low(x, HALF: tl.constexpr):
+    """x f32 as the sum of two f16 when HALF, else x and nothing."""
+    if HALF:
+        high = x.to(tl.float16)
+        low = (x - high.to(tl.float32)).to(tl.float16)
+    else:
+        high = x
+        low = x
+    return high, low
+
+
+@triton.jit
+def times(a, low, b, acc, HALF: tl.constexpr):
+    """acc + a b, in f16 with a's low part too, or in full f32."""
+    if HALF:
+        acc = tl.dot(low, b, tl.dot(a, b, acc))
+    else:
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def attend_tile(q, q_low, keys, values, seen, best, total, acc, HALF: tl.constexpr, EXACT: tl.constexpr):
+    """One step of the online softmax: q [M, D], keys, values [K, D], seen [M or 1, K]."""
+    scores = tl.zeros([q.shape[0], keys.shape[0]], tl.float32)
+    if HALF and not EXACT:
+        scores = tl.dot(q, tl.trans(keys), scores)
+    else:
+        scores = times(q, q_low, tl.trans(keys), scores, HALF)
+    scores = tl.where(seen, scores, -float("inf"))
+    new_best = tl.maximum(best, tl.max(scores, 1))
+    # without a key so far the maximum is -inf, and exp(-inf - -inf) must be 0
+    shift = tl.where(new_best == -float("inf"), 0.0, new_best)
+    weights = tl.exp(scores - shift[:, None])
+    scale = tl.exp(best - shift)
+    total = total * scale + tl.sum(weights, 1)
+    acc = acc * scale[:, None]
+    if HALF and not EXACT:
+        acc = tl.dot(weights.to(tl.float16), values, acc)
+    else:
+        high, low = high_and_low(weights, HALF)
+        acc = times(high, low, values, acc, HALF)
+    return new_best, total, acc
+
+
+@triton.jit
+def key_places(tokens, visible, blocks, BLOCK_TOKENS: tl.constexpr):
+    """Where tokens of a segment lie in the pools, in tokens; 0 where not visible."""
+    block = tl.load(blocks + tokens // BLOCK_TOKENS, mask=visible, other=0)
+    return tl.where(visible, block.to(tl.int64) * BLOCK_TOKENS + tokens % BLOCK_TOKENS, 0)
+
+
+@triton.jit
+def row_kernel(
+    q,
+    gate,
+    key_pool,
+    value_pool,
+    selected,
+    positions,
+    row_segment,
+    block_tables,
+    out,
+    parts,
+    sums,
+    q_row,
+    q_head,
+    gate_row,
+    gate_head,
+    table_stride,
+    n_select,
+    scale,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    RATIO: tl.constexpr,
+    KEYS: tl.constexpr,
+    TILES: tl.constexpr,
+    HALF: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """One split (TILES key tiles; 0: all of them) of the keys that a row's GROUP heads of a KV head see.
+
+    RATIO 0: token t is key t. Else key e is token e % RATIO of the block number e // RATIO of the row's choice, the
+    incomplete block coming last. With TILES 0 `out` [n, heads, D] is written, else the split's parts.
+    """
+    split = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    n_heads = tl.num_programs(1) * GROUP
+    segment = tl.load(row_segment + row)
+    if segment < 0:
+        return
+    position = tl.load(positions + row).to(tl.int32)
+    n_complete = (position + 1) // RATIO if RATIO > 0 else 0
+    n_chosen = tl.minimum(n_complete, n_select)
+    n_keys = n_chosen * RATIO + (position + 1) % RATIO if RATIO > 0 else position + 1
+    if split * TILES * KEYS >= n_keys:
+        return
+    head = tl.arange(0, M)
+    i = tl.arange(0, D)
+    q_at = q + row * q_row + (kv_head * GROUP + head[:, None]) * q_head + i[None, :]
+    queries, low = high_and_low(tl.load(q_at, mask=head[:, None] < GROUP, other=0.0) * scale, HALF)
+    blocks = block_tables + segment.to(tl.int64) * table_stride
+    best = tl.full([M], -float("inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, D], tl.float32)
+    first = split * TILES
+    last = tl.cdiv(n_keys, KEYS)
+    if TILES > 0:
+        last = tl.minimum(first + TILES, last)
+    for tile in range(first, last):
+        e = tile * KEYS + tl.arange(0, KEYS)
+        visible = e < n_keys
+        tokens = e
+        if RATIO > 0:
+            number = e // RATIO
+            block = tl.load(selected + row * n_select + number, mask=number < n_chosen, other=0)
+            tokens = tl.where(number < n_chosen, block, n_complete) * RATIO + e % RATIO
+        place = key_places(tokens, visible, blocks, BLOCK_TOKENS)
+        at = (place * tl.num_programs(1) + kv_head)[:, None] * D + i[None, :]
+        keys = tl.load(key_pool + at)
+        values = tl.load(value_pool + at)
+        best, total, acc = attend_tile(queries, low, keys, values, visible[None, :], best, total, acc, HALF, True)
+    inside = head < GROUP
+    heads = row * n_heads + kv_head * GROUP + head
+    if TILES == 0:
+        result = acc / total[:, None]
+        if GATED:
+            gate_at = gate + row * gate_row + (kv_head * GROUP + head[:, None]) * gate_head + i[None, :]
+            result = result * sigmoid_of(tl.load(gate_at, mask=inside[:, None], other=0.0))
+        tl.store(out + heads[:, None] * D + i[None, :], result, mask=inside[:, None])
+    else:
+        place = heads * tl.num_programs(0) + split
+        tl.store(parts + place[:, None] * D + i[None, :], acc, mask=inside[:, None])
+        tl.store(sums + place * 2, best, mask=inside)
+        tl.store(sums + place * 2 + 1, total, mask=inside)
+
+
+@triton.jit
+def combine_kernel(
+    gate,
+    parts,
+    sums,
+    positions,
+    row_segment,
+    out,
+    gate_row,
+    gate_head,
+    n_splits,
+    n_select,
+    D: tl.constexpr,
+    RATIO: tl.constexpr,
+    SPLIT: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """The splits of a row and head, in order; a padding row gets zeros."""
+    head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    i = tl.arange(0, D)
+    place = row * tl.num_programs(0) + head
+    acc = tl.zeros([D], tl.float32)
+    if tl.load(row_segment + row) < 0:
+        tl.store(out + place * D + i, acc)
+        return
+    position = tl.load(positions + row).to(tl.int32)
+    n_keys = position + 1
+    if RATIO > 0:
+        n_keys = tl.minimum((position + 1) // RATIO, n_select) * RATIO + (position + 1) % RATIO
+    used = tl.cdiv(n_keys, SPLIT)
+    best = -float("inf")
+    total = 0.0
+    for at in range(0, used, AT_ONCE):
+        s = at + tl.arange(0, AT_ONCE)
+        inside = s < used
+        split_at = place * n_splits + s
+        split_best = tl.load(sums + split_at * 2, mask=inside, other=-float("inf"))
+        split_total = tl.load(sums + split_at * 2 + 1, mask=inside, other=0.0)
+        part = tl.load(parts + split_at[:, None] * D + i[None, :], mask=inside[:, None], other=0.0)
+        new_best = tl.maximum(best, tl.max(split_best, 0))
+        weights = tl.exp(split_best - new_best)
+        scale = tl.exp(best - new_best)
+        total = total * scale + tl.sum(weights * split_total, 0)
+        acc = acc * scale + tl.sum(weights[:, None] * part, 0)
+        best = new_best
+    result = acc / total
+    if GATED:
+        result = result * sigmoid_of(tl.load(gate + row * gate_row + head * gate_head + i))
+    tl.store(out + place * D + i, result)
+
+
+@triton.jit
+def chunk_kernel(
+    q,
+    gate,
+    key_pool,
+    value_pool,
+    positions,
+    blocks,
+    out,
+    first,
+    n,
+    q_row,
+    q_head,
+    gate_row,
+    gate_head,
+    scale,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+    HALF: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """QUERIES rows of the span first .. first + n - 1, times GROUP heads (padded to HEADS) of a KV head, all keys."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
+    kv_head = tl.program_id(1)
+    n_heads = tl.num_programs(1) * GROUP
+    m = tl.arange(0, QUERIES * HEADS)
+    query = tile * QUERIES + m // HEADS
+    head = m % HEADS
+    inside = (query < n) & (head < GROUP)
+    row = (first + tl.minimum(query, n - 1)).to(tl.int64)
+    position = tl.load(positions + row).to(tl.int32)
+    i = tl.arange(0, D)
+    q_at = q + (row * q_row + (kv_head * GROUP + head) * q_head)[:, None] + i[None, :]
+    queries, low = high_and_low(tl.load(q_at, mask=inside[:, None], other=0.0) * scale, HALF)
+    best = tl.full([QUERIES * HEADS], -float("inf"), tl.float32)
+    total = tl.zeros([QUERIES * HEADS], tl.float32)
+    acc = tl.zeros([QUERIES * HEADS, D], tl.float32)
+    n_keys = tl.max(position, 0) + 1
+    for start in range(0, n_keys, KEYS):
+        tokens = start + tl.arange(0, KEYS)
+        place = key_places(tokens, tokens < n_keys, blocks, BLOCK_TOKENS)
+        at = (place * tl.num_programs(1) + kv_head)[:, None] * D + i[None, :]
+        keys = tl.load(key_pool + at)
+        values = tl.load(value_pool + at)
+        seen = tokens[None, :] <= position[:, None]
+        best, total, acc = attend_tile(queries, low, keys, values, seen, best, total, acc, HALF, False)
+    result = acc / total[:, None]
+    if GATED:
+        gate_at = gate + (row * gate_row + (kv_head * GROUP + head) * gate_head)[:, None] + i[None, :]
+        result = result * sigmoid_of(tl.load(gate_at, mask=inside[:, None], other=0.0))
+    tl.store(out + (row * n_heads + kv_head * GROUP + head)[:, None] * D + i[None, :], result, mask=inside[:, None])
+
+
+@dataclass(frozen=True)
+class ChunkTiling:
+    """Rows (queries times heads) and keys of a tile, warps, stages."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def chunk_tiling(d: int, half: bool) -> ChunkTiling:
+    """The fixed tiling of a chunk's attention."""
+    if not half:
+        return ChunkTiling(rows=16, keys=16, warps=4, stages=1)
+    return ChunkTiling(rows=64, keys=32 if d > 128 else 64, warps=4, stages=2)
+
+
+def row_keys(d: int, half: bool) -> int:
+    """Keys of a tile of a step's attention."""
+    return 64 if half and d <= 128 else 32 if half else 16
+
+
+def attend(
+    q: Tensor,
+    kv: KVLayer,
+    *,
+    rows: Rows,
+    selected: Tensor | None = None,
+    gate: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """`kernels/reference_attention.py:attend` of q * scale, times sigmoid(gate) if there is one; padding rows of a
+    step get zeros.
+
+    q, gate f32 [n, heads, d], a head's values side by side; d is a power of two of at least 16. Returns f32 [n, heads,
+    d].
+    """
+    n, n_heads, d = q.shape
+    n_kv = kv.keys.shape[2]
+    assert kv.keys.shape[3] == kv.values.shape[3] == d
+    assert d == triton.next_power_of_2(d) >= 16
+    assert q.stride(2) == 1
+    assert gate is None or (gate.shape == q.shape and gate.stride(2) == 1)
+    assert kv.keys.is_contiguous()
+    assert kv.values.is_contiguous()
+    out = torch.empty((n, n_heads, d), dtype=torch.float32, device=q.device)
+    if n == 0:
+        return out
+    device, group, half = rows.on_device, n_heads // n_kv, kv.keys.dtype == torch.float16
+    gates = q if gate is None else gate
+    strides = (q.stride(0), q.stride(1), gates.stride(0), gates.stride(1))
+    is_step = n <= MAX_ROWS
+    if not is_step and selected is None:
+        tiles = chunk_tiling(d, half)
+        heads = triton.next_power_of_2(group)
+        queries = max(1, tiles.rows // heads)
+        for i, s in enumerate(rows.spans):
+            chunk_kernel[(triton.cdiv(s.n, queries), n_kv)](
+                q,
+                gates,
+                kv.keys,
+                kv.values,
+                device.positions,
+                device.block_tables[i],
+                out,
+                s.first,
+                s.n,
+                *strides,
+                scale,
+                GROUP=group,
+                HEADS=heads,
+                QUERIES=queries,
+                D=d,
+                BLOCK_TOKENS=kv.block_tokens,
+                KEYS=tiles.keys,
+                HALF=half,
+                GATED=gate is not None,
+                num_warps=tiles.warps,
+                num_stages=tiles.stages,
+            )
+        return out
+    keys = row_keys(d, half)
+    ratio, n_select, most = 0, 0, rows.max_keys
+    if selected is not None:
+        assert selected.is_contiguous()
+        assert selected.dtype == torch.int32
+        ratio, n_select = kv.indexer[2], selected.shape[1]
+        most = min(most, n_select * ratio + ratio - 1)
+    split_keys = SPLIT_SELECTED if ratio else SPLIT_KEYS
+    n_splits = triton.cdiv(most, split_keys) if is_step else 1
+    parts = torch.empty((n, n_heads, n_splits, d) if is_step else (1,), dtype=torch.float32, device=q.device)
+    sums = torch.empty((n, n_heads, n_splits, 2) if is_step else (1,), dtype=torch.float32, device=q.device)
+    row_kernel[(n_splits, n_kv, n)](
+        q,
+        gates,
+        kv.keys,
+        kv.values,
+        device.positions if selected is None else selected,
+        device.positions,
+        device.row_segment,
+        device.block_tables,
+        out,
+        parts,
+        sums,
+        strides[0],
+        strides[1],
+        strides[2],
+        strides[3],
+        device.block_tables.stride(0),
+        n_select,
+        scale,
+        GROUP=group,
+        M=max(16, triton.next_power_of_2(group)),
+        D=d,
+        BLOCK_TOKENS=kv.block_tokens,
+        RATIO=ratio,
+        KEYS=keys,
+        TILES=split_keys // keys if is_step else 0,
+        HALF=half,
+        GATED=gate is not None and not is_step,
+        num_warps=4,
+        num_stages=2,
+    )
+    if is_step:
+        combine_kernel[(n_heads, n)](
+            gates,
+            parts,
+            sums,
+            device.positions,
+            device.row_segment,
+            out,
+            strides[2],
+            strides[3],
+            n_splits,
+            n_select,
+            D=d,
+            RATIO=ratio,
+            SPLIT=split_keys,
+            AT_ONCE=COMBINE_SPLITS,
+            GATED=gate is not None,
+            num_warps=4,
+        )
+    return out
