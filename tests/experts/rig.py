@@ -62,14 +62,14 @@ class Rig:
         wishes = [(i, e) for i, e in wishes if e < self.layers[i].n_experts]
         return self.cache.restore([i for i, _ in wishes], [e for _, e in wishes])
 
-    def streamed(self, *, piece, copies_all, buffers=2, n_kept=None):
+    def streamed(self, *, piece, copies_all, buffers=2, n_kept=None, pieces=None):
         """Publish a prefill layout with a ring of `buffers` pieces behind the kept ranks."""
         n_ranks = self.plan.decode.n_ranks if n_kept is None else n_kept
         kept = Region("kept slots", self.plan.swing.offset, n_ranks * self.plan.decode.rank_bytes)
         ring = Region("ring", kept.end, buffers * piece * self.plan.sizes.stride_bytes)
         kept_view, ring_view = self.arena.layout([kept, ring])
         self.cache.attach(kept_view)
-        pieces = ReferencePieces(self.cache.store, self.ops)
+        pieces = pieces or ReferencePieces(self.cache.store, self.ops)
         return StreamedExperts(self.cache, pieces, ring=ring_view, piece_experts=piece, copies_all=copies_all)
 
     def cached(self, *, n_transient=None):

@@ -268,3 +268,11 @@ class TableMachine(RuleBasedStateMachine):
 
 TableMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 TestTableMachine = TableMachine.TestCase
+
+
+def test_a_model_of_one_layer_keeps_spares_too():
+    made = SlotTable(1, 8, n_slots=2, n_spares_per_set=1)
+    made.fill([0], [2], [5])
+    made.keep(0, [0], [0], victims=[NONE])
+    assert made.slot_of[0, 5] == 2
+    made.audit_all()

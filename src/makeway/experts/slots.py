@@ -83,7 +83,7 @@ class SlotTable:
         self.epochs: Ints = np.zeros((n_layers, self.n_ranks), dtype=np.int32)
         self.is_spare: NDArray[np.bool_] = np.zeros((n_layers, self.n_ranks), dtype=np.bool_)
         first = np.arange(2 * n_spares_per_set, dtype=np.int32).reshape(2, 1, n_spares_per_set)
-        self.spares: Ints = np.ascontiguousarray(np.broadcast_to(n_slots + first, (2, n_layers, n_spares_per_set)))
+        self.spares: Ints = np.broadcast_to(n_slots + first, (2, n_layers, n_spares_per_set)).copy()
         self.is_spare[:, n_slots:] = True
 
     @property

@@ -14,7 +14,7 @@ from makeway.experts.cache import ExpertCache
 from makeway.experts.routed import RoutedInput
 from makeway.kernels.triton.sort import SortedPairs, sort_pairs
 from makeway.kernels.triton.sweep_experts import ExpertMatrices, SweepRows, SweepScratch, run_piece
-from makeway.memory.workspace import Room, padded_bytes
+from makeway.memory.facts import align_up
 
 
 class TritonPieces:
@@ -32,14 +32,11 @@ class TritonPieces:
         n, top_k = moe.ids.shape
         gate, up, down = self._cache.store.layers[layer].shapes
         matrices = ExpertMatrices(gate.n_cols, gate.n_rows, gate.type, up.type, down.type)
-        space = Room(self._workspace.numel(), device=self._arena.device, room=self._workspace)
-
-        def ints(*shape: int) -> Tensor:
-            return space.take(shape, torch.int32, n_bytes=padded_bytes(shape))
-
-        pairs = SortedPairs(ints(n * top_k), ints(self._cache.store.layers[layer].n_experts + 1), ints(n, top_k))
+        n_experts = self._cache.store.layers[layer].n_experts
+        at = align_up(SortedPairs.nbytes(n, top_k, n_experts))
+        pairs = SortedPairs.of(self._workspace[:at], n, top_k, n_experts=n_experts)
         sort_pairs(moe.ids, pairs)
-        room = space.rest()
+        room = self._workspace[at:]
         fixed = SweepScratch.nbytes(matrices, n_experts=self._piece, n_rows=0)
         per_row = 2 * matrices.d_ff + 4 * matrices.d
         n_rows = min((room.numel() - fixed - 1024) // per_row, n * top_k)

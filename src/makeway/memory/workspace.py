@@ -42,11 +42,6 @@ class Room:
         flat = self.take((*n, stride // 4), torch.float32, n_bytes=math.prod(n) * stride)
         return flat[..., : math.prod(shape)].view(*n, *shape)
 
-    def rest(self) -> Tensor:
-        """All bytes that are left, u8; nothing can be taken after that."""
-        start, self._at = self._at, self._bytes.numel()
-        return self._bytes[start:]
-
     @property
     def full(self) -> bool:
         """True when nothing is left."""
