@@ -24,6 +24,7 @@ from makeway.engine.request import Event, Request
 from makeway.engine.status import status_document
 from makeway.errors import EngineFailed, UserError
 from makeway.gguf import GGUFFile, open_gguf
+from makeway.memory.rates import Rates
 from makeway.text import Tokenizer
 from makeway.text.grammar import CompiledGrammar
 
@@ -38,10 +39,11 @@ class Engine:
         *,
         device: Device | None = None,
         backend: Backend | None = None,
+        rates: Rates | None = None,
         progress: Progress | None = None,
     ) -> None:
         """`source`: a path, or an open file, which the engine then closes. `device` and `backend` override what the
-        configuration says; `progress(bytes done, bytes in all)` while loading."""
+        configuration says; `rates` of this machine for the plan; `progress(bytes done, bytes in all)` while loading."""
         self.config = config
         self._closed = False
         with ExitStack() as undo:
@@ -50,7 +52,7 @@ class Engine:
             self.tokenizer = Tokenizer.from_metadata(self._file.metadata, source=str(self._file.paths[0]))
             self.device = device or open_device(config.device, config.vram)
             backend = backend or open_backend(config.kernels, self.device)
-            self.memory = EngineMemory(self._file, backend, config, device=self.device, progress=progress)
+            self.memory = EngineMemory(self._file, backend, config, device=self.device, rates=rates, progress=progress)
             undo.callback(self.memory.close)
             self._loop = Loop(self.memory, config)
             undo.pop_all()

@@ -28,7 +28,7 @@ from makeway.kv.prefix import PrefixCache
 from makeway.memory.arena import Arena
 from makeway.memory.facts import align_up
 from makeway.memory.plan import MemoryPlan
-from makeway.memory.rates import DEFAULT_RATES, RATES
+from makeway.memory.rates import DEFAULT_RATES, RATES, Rates
 from makeway.models import load_model
 from makeway.models.parts import part_of
 
@@ -45,10 +45,11 @@ class EngineMemory:
         config: EngineConfig,
         *,
         device: Device,
+        rates: Rates | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Loads the weights; `progress(bytes done, bytes in all)` while the experts are read. Raises UserError,
-        OutOfPlan, EngineFailed; nothing stays allocated then."""
+        """Loads the weights; `progress(bytes done, bytes in all)` while the experts are read. `rates` of this machine
+        for the plan. Raises UserError, OutOfPlan, EngineFailed; nothing stays allocated then."""
         self.device, self.ops, self._file, self._config = device, backend.ops, file, config
         self._backend = backend
         on_gpu = device.torch_device.type == "cuda"
@@ -58,7 +59,7 @@ class EngineMemory:
             backend.numbers,
             vram_bytes=config.vram or (device.free_bytes() if on_gpu else None),
             ram_bytes=config.ram or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-            rates=DEFAULT_RATES if on_gpu else RATES["cpu"],
+            rates=rates or (DEFAULT_RATES if on_gpu else RATES["cpu"]),
         )
         self.arena = Arena(self.plan.arena_bytes, device)
         self._placer = _Placer(self.plan, self.arena, device)
