@@ -25,6 +25,7 @@ def status_document(memory: EngineMemory, loop: Loop, *, kernels: str, file: GGU
         "device": str(memory.device.torch_device),
         "device_name": memory.device.name,
         "kernels": kernels,
+        "kernel_notes": dict(memory.ops.notes),
         "file_bytes": file.n_bytes,
         "expert_bytes": memory.model.store.nbytes,
         "kv_bytes": memory.kv.nbytes,
