@@ -1,0 +1,122 @@
+"""On a GPU: the engine's promises that need one, checked on small models, with a table and one JSON line last.
+
+    python bench/gpu_check.py [--kernels reference|triton] [--models FILE ...]
+
+For each model: logits against the CPU reference; bits equal over slots, policies, lending and what was read before, for
+equal shapes; greedy tokens equal over the same and with drafts; hand-overs with every slot compared with the store;
+memory that torch reserved beside the arena, against the plan's reserve. A failed check is printed and counted; the exit
+status is 1 then. Hazard: chunk size may change rounding on a GPU, so all runs of a comparison have the same chunk.
+"""
+
+import argparse
+import json
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+from makeway import Engine, EngineConfig, SamplingParams
+
+ROOT = Path(__file__).parents[1]
+MODELS = (
+    "tests/data/qwen4exp-k96-UD-Q4_K_XL.gguf",
+    "tests/data/qwen35moe-base-bf16.gguf",
+    "tests/data/qwen3next-base-bf16.gguf",
+    "tests/data/qwen3moe-k256-Q4_K_M.gguf",
+    "src/makeway/data/demo.gguf",
+)
+VRAM = 4 << 30
+STATES = (
+    {"slots": 0},
+    {"slots": 2},
+    {"slots": 2, "handover": "always"},
+    {"slots": 3, "policy": "random"},
+    {},
+)
+
+
+def prompt_of(engine: Engine, n: int) -> list[int]:
+    """Tokens that look like nothing, the same for every run."""
+    size = engine.model.facts.n_vocab
+    return [(37 * i + i // 5 + 11) % size for i in range(n)]
+
+
+def config(kernels: str, **settings: object) -> EngineConfig:
+    """One shape for all runs."""
+    base = {"device": "cuda", "kernels": kernels, "vram": VRAM, "context": 512, "chunk": 64, "prefix_ram": 0}
+    return EngineConfig(**(base | {"audit": True, "parallel": 2} | settings))
+
+
+def greedy(engine: Engine, prompt: list[int], n: int) -> list[int]:
+    """The first answer tokens."""
+    events = engine.generate(prompt, SamplingParams(max_tokens=n, ignore_eos=True))
+    return [e.token for e in events if e.token is not None]
+
+
+def check(path: Path, kernels: str) -> dict[str, object]:
+    """All checks of one model; raises AssertionError with what failed."""
+    with Engine.load(path, EngineConfig(device="cpu", context=512, chunk=64, prefix_ram=0, drafter="none")) as engine:
+        prompt = prompt_of(engine, 200)
+        truth = engine.logits(prompt)
+        tokens_on_cpu = greedy(engine, prompt, 12)
+    torch.cuda.reset_peak_memory_stats()
+    first = tokens = None
+    worst = 0.0
+    for state in STATES:
+        with Engine.load(path, config(kernels, drafter="none", **state)) as engine:
+            for _ in range(2):  # again, with what the first reading left
+                logits = engine.logits(prompt).cpu()
+                worst = max(worst, float((logits - truth).abs().max()))
+                first = logits if first is None else first
+                assert torch.equal(logits, first), f"{state}: other bits, {float((logits - first).abs().max())}"
+            answer = greedy(engine, prompt, 32) + greedy(engine, prompt[:40], 16)
+            tokens = answer if tokens is None else tokens
+            assert answer == tokens, f"{state}: other tokens: {answer} instead of {tokens}"
+            while engine.busy:
+                engine.step()
+            status = engine.status()
+            assert status["failure"] is None
+            reserve = engine.plan.reserve_bytes
+            has_drafts = engine.model.facts.n_draft_layers > 0
+    peak = torch.cuda.max_memory_reserved() - VRAM + reserve
+    drafted = None
+    if has_drafts:
+        with Engine.load(path, config(kernels, drafter="mtp", draft_depth=3)) as engine:
+            drafted = greedy(engine, prompt, 32) + greedy(engine, prompt[:40], 16)
+            assert drafted == tokens, f"drafts changed the tokens: {drafted} instead of {tokens}"
+    return {
+        "model": path.name,
+        "kernels": kernels,
+        "largest_difference_to_cpu": worst,
+        "same_first_tokens_as_cpu": tokens[:12] == tokens_on_cpu,
+        "spread": float(truth.std()),
+        "beside_arena_bytes": peak,
+        "reserve_bytes": reserve,
+        "drafts_checked": drafted is not None,
+        "link_bytes": status["link"]["bytes"],
+        "hit_rate": status["experts"]["hit_rate"],
+    }
+
+
+def main() -> int:
+    """Run every model; 1 when a check failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kernels", default="triton")
+    parser.add_argument("--models", nargs="*", default=[str(ROOT / model) for model in MODELS])
+    options = parser.parse_args()
+    results, failed = [], []
+    for model in options.models:
+        try:
+            results.append(check(Path(model), options.kernels))
+            print(json.dumps(results[-1]), flush=True)
+        except Exception as fault:  # noqa: BLE001 - one model's fault must not hide the others' results
+            failed.append({"model": Path(model).name, "fault": f"{type(fault).__name__}: {fault}"})
+            traceback.print_exc()
+            print(json.dumps(failed[-1]), flush=True)
+    print(json.dumps({"bench": "gpu_check", "kernels": options.kernels, "results": results, "failed": failed}))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
