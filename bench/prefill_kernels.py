@@ -26,7 +26,8 @@ from makeway.kernels import Weight
 from makeway.kernels.reference import delta_rule
 from makeway.kernels.triton.chunk_delta import DeltaScratch, delta_rule_chunks
 from makeway.kernels.triton.chunk_linear import LinearScratch, chunk_linear
-from makeway.kernels.triton.gemm import PlainMatrices, QuantMatrix, Round, decode_matrices, down, gate_up
+from makeway.kernels.triton.decode import QuantMatrix, decode_matrices
+from makeway.kernels.triton.gemm import PlainMatrices, Round, down, gate_up
 from makeway.kernels.triton.sort import SortedPairs, combine, sort_pairs
 from makeway.kernels.triton.sweep_experts import ExpertMatrices, SweepRows, SweepScratch, run_piece
 from makeway.quants import decode_rows

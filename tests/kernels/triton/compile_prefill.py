@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from makeway.gguf.types import GGMLType
-from makeway.kernels.triton import chunk_delta, chunk_linear, gemm, sort
+from makeway.kernels.triton import chunk_delta, chunk_linear, decode, gemm, sort
 from makeway.kernels.triton.unpack import PLANES, planes_for
 from tests.kernels.triton.compile_kernels import compiled
 
@@ -40,13 +40,13 @@ def decode_case(kind: GGMLType, n_cols: int) -> Case:
         "ALIGNED": 16,
         "TERM": planes.parts - 1,
         "TOGETHER": math.gcd(4, planes.step // planes.width),
-        "STEPS": max(1, gemm.DECODE_STEPS // planes.step),
-        "ROWS": gemm.DECODE_ROWS,
+        "STEPS": max(1, decode.DECODE_STEPS // planes.step),
+        "ROWS": decode.DECODE_ROWS,
         "num_warps": 4,
         "enable_fp_fusion": False,
     }
     types = {"room": "*u8", "where": I64, "counted": I32, "out": BF16, "table": I32}
-    return Case(f"decode {kind.name}", gemm.decode_kernel, types, constants)
+    return Case(f"decode {kind.name}", decode.decode_kernel, types, constants)
 
 
 def product_cases(tiles: gemm.Tiles) -> Iterator[Case]:

@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from makeway.gguf.types import GGMLType
-from makeway.kernels.triton.gemm import QuantMatrix, Tile, decode_matrices, multiply, tiles_of
+from makeway.kernels.triton.decode import QuantMatrix, decode_matrices
+from makeway.kernels.triton.gemm import Tile, multiply, tiles_of
 from makeway.kernels.triton.unpack import PLANES
 from makeway.kernels.weight import Weight
 

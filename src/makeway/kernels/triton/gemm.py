@@ -2,11 +2,10 @@
 
 Owns the tile configuration and the map from programs to tiles. Never waits for the device: how many rows an expert has
 is read there, and the grid is the most that can be needed.
-Hazard: weights are bf16 here; a quantised piece is decoded into scratch first (`decode_matrices`). Numbers that change
-from call to call must not be specialised, or Triton would compile again in the middle of a prompt.
+Hazard: numbers that change from call to call must not be specialised, or Triton would compile again in the middle of a
+prompt. Weights are bf16 here; a quantised piece is decoded first (`decode`).
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from makeway.gguf.types import GGMLType, row_bytes
 from makeway.kernels.triton.sort import SortedPairs
-from makeway.kernels.triton.unpack import code_table, plane_values, planes_for, weight_order
 
 
 @dataclass(frozen=True)
@@ -79,73 +76,6 @@ class Round:
     def n_tiles(self, tile: Tile) -> int:
         """The most row tiles the round can have: every expert may leave one unfilled."""
         return -(-self.capacity // tile.rows) + self.last - self.first
-
-
-@dataclass(frozen=True)
-class QuantMatrix:
-    """One matrix of many experts: [n_rows, n_cols] of `type`, `inside` bytes behind each expert's first byte."""
-
-    type: GGMLType
-    n_rows: int
-    n_cols: int
-    inside: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        return self.n_rows * row_bytes(self.type, self.n_cols)
-
-    @property
-    def n_values(self) -> int:
-        return self.n_rows * self.n_cols
-
-
-DECODE_ROWS = 32
-DECODE_STEPS = 256  # weights of a row in one program, at least
-
-
-def decode_matrices(
-    room: Tensor, where: Tensor, matrix: QuantMatrix, *, out: Tensor, counted: Tensor, term: int = 0
-) -> None:
-    """out bf16 [experts, >= n_rows * n_cols]: the matrix of each expert, rounded from `quants/`'s float32.
-
-    term 1 is the rounded rest that term 0 leaves, and so on: float32 is the sum of three.
-
-    room u8: the arena; where int64 [experts]: an expert's first byte in it, a multiple of 16. counted int32
-    [experts + 1]: offsets of the sort; an expert without pairs is neither read nor written.
-    """
-    planes = planes_for(matrix.type, matrix.n_cols)
-    aligned = math.gcd(16, matrix.inside)
-    bytes_of_row = row_bytes(matrix.type, matrix.n_cols)
-    assert aligned % planes.align == 0
-    assert bytes_of_row % planes.align == 0
-    assert matrix.n_cols % planes.step == 0
-    n_experts = where.shape[0]
-    n_steps = matrix.n_cols // planes.step
-    per_program = min(n_steps, max(1, DECODE_STEPS // planes.step))
-    arguments = planes.arguments()
-    del arguments["GROUP"], arguments["PARTS"]
-    together = math.gcd(4, planes.step // planes.width)
-    decode_kernel[(-(-matrix.n_rows // DECODE_ROWS), -(-n_steps // per_program), n_experts)](
-        room,
-        where,
-        counted,
-        out,
-        code_table(room.device),
-        matrix.inside,
-        bytes_of_row,
-        matrix.n_rows,
-        matrix.n_cols,
-        n_steps,
-        out.stride(0),
-        **arguments,
-        ALIGNED=aligned,
-        TERM=term,
-        TOGETHER=together,
-        STEPS=per_program,
-        ROWS=DECODE_ROWS,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
 
 
 @dataclass(frozen=True)
@@ -226,83 +156,6 @@ def down(x: Tensor, weights: PlainMatrices, *, part: Round, pair_weights: Tensor
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-
-
-@triton.jit
-def rounded(
-    plane,
-    TERM: tl.constexpr,
-    BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_SHIFT: tl.constexpr,
-    PLANE_ORDER: tl.constexpr,
-):
-    """A plane's weights, in weight order, as bf16 [R, width]; TERM as in `decode_matrices`."""
-    rest = plane_values(plane, BIAS, HAS_SCALE, HAS_SHIFT, False).to(tl.float32)
-    for _ in tl.static_range(TERM):
-        rest -= rest.to(tl.bfloat16).to(tl.float32)
-    values = rest.to(tl.bfloat16)
-    if PLANE_ORDER:
-        values = weight_order(values)
-    return values
-
-
-@triton.jit
-def beside(a, b):
-    """a, b [n, width] -> [n, 2 width]."""
-    n: tl.constexpr = a.shape[0]
-    width: tl.constexpr = a.shape[1]
-    return tl.join(a, b).permute(0, 2, 1).reshape(n, 2 * width)
-
-
-@triton.jit(do_not_specialize=["n_rows"])
-def decode_kernel(
-    room,
-    where,
-    counted,
-    out,
-    table,
-    inside,
-    row_bytes,
-    n_rows,
-    n_cols,
-    n_steps,
-    out_stride,
-    UNPACK: tl.constexpr,
-    STEP: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_SHIFT: tl.constexpr,
-    PLANE_ORDER: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    TERM: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    STEPS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """STEPS steps of ROWS rows of one expert's matrix, as bf16."""
-    expert = tl.program_id(2)
-    if tl.load(counted + expert) == tl.load(counted + expert + 1):
-        return
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    start = tl.multiple_of(tl.load(where + expert) + inside, ALIGNED)
-    source = room + start + tl.minimum(rows, n_rows - 1) * row_bytes
-    columns = tl.arange(0, WIDTH * TOGETHER)[None, :]
-    target = out + expert.to(tl.int64) * out_stride + rows * n_cols + columns
-    for i in range(STEPS):
-        step = tl.program_id(1) * STEPS + i
-        planes = UNPACK(source, tl.minimum(step, n_steps - 1), table)
-        valid = (rows < n_rows) & (columns + step * STEP < n_cols)
-        for p in tl.static_range(0, STEP // WIDTH, TOGETHER):
-            values = rounded(planes[p], TERM, BIAS, HAS_SCALE, HAS_SHIFT, PLANE_ORDER)
-            if TOGETHER > 1:
-                values = beside(values, rounded(planes[p + 1], TERM, BIAS, HAS_SCALE, HAS_SHIFT, PLANE_ORDER))
-            if TOGETHER > 2:
-                c = rounded(planes[p + 2], TERM, BIAS, HAS_SCALE, HAS_SHIFT, PLANE_ORDER)
-                d = rounded(planes[p + 3], TERM, BIAS, HAS_SCALE, HAS_SHIFT, PLANE_ORDER)
-                values = beside(values, beside(c, d))
-            tl.store(target + step * STEP + p * WIDTH, values, mask=valid)
 
 
 @triton.jit

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from makeway.gguf.types import GGMLType
-from makeway.kernels.triton.gemm import PlainMatrices, QuantMatrix, Round, decode_matrices, down, gate_up
+from makeway.kernels.triton.decode import QuantMatrix, decode_matrices
+from makeway.kernels.triton.gemm import PlainMatrices, Round, down, gate_up
 from makeway.kernels.triton.sort import SortedPairs, combine
 from makeway.kernels.triton.unpack import PLANES
 
