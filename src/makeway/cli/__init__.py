@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import typer
 
-from makeway.cli.bench import link_command
+from makeway.cli.bench import COMMANDS
 from makeway.cli.demo import demo_command
 from makeway.cli.inspect import inspect_command
 from makeway.cli.plan import plan_command
@@ -57,7 +57,8 @@ app.command("plan")(guarded(plan_command))
 app.command("inspect")(guarded(inspect_command))
 
 bench_app = typer.Typer(name="bench", help="Measure this machine and this engine.", no_args_is_help=True)
-bench_app.command("link")(guarded(link_command))
+for _name, _command in COMMANDS.items():
+    bench_app.command(_name)(guarded(_command))
 app.add_typer(bench_app)
 
 
