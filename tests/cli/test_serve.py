@@ -67,6 +67,7 @@ def test_serve_says_where_it_is_and_ends_in_order():
     assert "40 s to finish" in err
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_it_at_once():
     server = Process("--shutdown-s", "600")
     with server.stream(3900):

@@ -18,7 +18,10 @@ from tests.server.test_chat import ADD, HI, TEMPLATE, scripted
 CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 
 
-@pytest.mark.parametrize("model", ["qwen35moe-base-bf16.gguf", "qwen4exp-k96-UD-Q4_K_XL.gguf"])
+@pytest.mark.parametrize(
+    "model",
+    ["qwen35moe-base-bf16.gguf", pytest.param("qwen4exp-k96-UD-Q4_K_XL.gguf", marks=pytest.mark.slow)],
+)
 def test_complaint_12_hybrid_models_do_not_read_the_whole_conversation_again_every_turn(model):
     def load(progress):
         config = EngineConfig(device="cpu", context=2048, drafter="none")

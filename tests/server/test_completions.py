@@ -93,6 +93,17 @@ def test_logprobs(client, engine):
     assert offsets == logprobs.text_offset
 
 
+def test_a_token_that_ends_an_answer_has_no_logprobs_unless_it_is_ignored(client, engine):
+    end = min(engine.tokenizer.eos_ids)
+    params = {"model": NAME, "prompt": PROMPT, "max_tokens": 3, "logprobs": 0, "logit_bias": {end: 100}}
+    got = client.completions.create(**params)
+    assert got.choices[0].finish_reason == "stop"
+    assert got.choices[0].logprobs.tokens == []
+    assert got.usage.completion_tokens == 1
+    got = client.completions.create(**params, extra_body={"ignore_eos": True})
+    assert got.choices[0].logprobs.tokens == [engine.tokenizer.decode([end])] * 3
+
+
 def test_logit_bias_forces_a_token(client, engine):
     token = engine.encode("q")[0]
     got = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=3, temperature=0, logit_bias={token: 100})

@@ -113,7 +113,7 @@ def crowd(n_clients, seconds):
 
 
 def test_twenty_clients_come_and_go():
-    crowd(20, 2.0)
+    crowd(20, 1.0)
 
 
 @pytest.mark.slow

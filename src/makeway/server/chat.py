@@ -13,7 +13,7 @@ from makeway import __version__
 from makeway.engine import Event
 from makeway.server.errors import ApiError
 from makeway.server.generation import Generation
-from makeway.server.logprobs import chat_entry
+from makeway.server.logprobs import chat_entry, ends_of
 from makeway.server.openai_requests import ChatRequest
 from makeway.server.output import ChatOutput, Piece
 from makeway.server.respond import sse
@@ -35,6 +35,7 @@ class ChatAnswer:
     ) -> None:
         self._request = request
         self._tokenizer = tokenizer
+        self._ends = ends_of(request.sampling, tokenizer)
         self._usage = Usage([n_prompt])
         self._outputs = outputs
         self._entries: list[list[dict[str, Any]]] = [[] for _ in outputs]
@@ -94,7 +95,7 @@ class ChatAnswer:
         output = self._outputs[index]
         if event.kind == "token":
             self._usage.n_reasoning += output.is_reasoning
-            entry = chat_entry(event, self._tokenizer)
+            entry = chat_entry(event, self._tokenizer, self._ends)
             if entry is not None:
                 self._entries[index].append(entry)
         if event.timings is not None:

@@ -11,7 +11,7 @@ from typing import Any
 from makeway.engine import Event
 from makeway.server.errors import ApiError
 from makeway.server.generation import Generation
-from makeway.server.logprobs import CompletionLogprobs
+from makeway.server.logprobs import CompletionLogprobs, ends_of
 from makeway.server.openai_requests import CompletionRequest
 from makeway.server.respond import sse
 from makeway.server.usage import Usage
@@ -28,7 +28,8 @@ class CompletionAnswer:
         self._request = request
         self._usage = Usage([len(p) for p in prompts])
         self._echo = [tokenizer.decode(p) if request.echo else "" for p in prompts for _ in range(request.n)]
-        self._logprobs = [CompletionLogprobs(tokenizer) for _ in self._echo]
+        ends = ends_of(request.sampling, tokenizer)
+        self._logprobs = [CompletionLogprobs(tokenizer, ends) for _ in self._echo]
         self._document = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",

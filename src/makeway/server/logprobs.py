@@ -5,13 +5,19 @@ Owns their layout. Never computes them. Hazard: a token may be half a character,
 
 from typing import Any
 
+from makeway.config import SamplingParams
 from makeway.engine import Event
 from makeway.text import Tokenizer
 
 
-def chat_entry(event: Event, tokenizer: Tokenizer) -> dict[str, Any] | None:
+def ends_of(sampling: SamplingParams, tokenizer: Tokenizer) -> frozenset[int]:
+    """Tokens that end an answer and are no part of it."""
+    return frozenset() if sampling.ignore_eos else tokenizer.eos_ids
+
+
+def chat_entry(event: Event, tokenizer: Tokenizer, ends: frozenset[int]) -> dict[str, Any] | None:
     """One token of a chat answer; None without log-probabilities, and for the token that ends an answer."""
-    if event.logprobs is None or event.token is None or event.token in tokenizer.eos_ids:
+    if event.logprobs is None or event.token is None or event.token in ends:
         return None
     best = [_token(token, value, tokenizer) for token, value in event.logprobs.best]
     return {**_token(event.token, event.logprobs.chosen, tokenizer), "top_logprobs": best}
@@ -30,13 +36,14 @@ def _finite(logprob: float) -> float:
 class CompletionLogprobs:
     """The `logprobs` of one choice of /v1/completions, token by token."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, ends: frozenset[int]) -> None:
         self._tokenizer = tokenizer
+        self._ends = ends
         self._offset = 0
         self._entries: list[tuple[str, float, dict[str, float], int]] = []
 
     def push(self, event: Event) -> None:
-        if event.logprobs is None or event.token is None or event.token in self._tokenizer.eos_ids:
+        if event.logprobs is None or event.token is None or event.token in self._ends:
             return
         text = self._tokenizer.decode([event.token])
         best: dict[str, float] = {}
