@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from makeway.server.anthropic import PING, AnthropicAnswer
 from makeway.server.anthropic_requests import read_anthropic
-from makeway.server.respond import EventStream, Json, unless_left
+from makeway.server.respond import Json
 from makeway.server.service import Service
 
 
@@ -35,11 +35,7 @@ class AnthropicEndpoints:
         model = service.model(asked.model)
         prompt = await service.in_worker(request, lambda: service.chat_prompt(ready, asked))
         answer = AnthropicAnswer(asked, model=model, n_prompt=len(prompt.asked.tokens), output=prompt.outputs[0])
-        generation = service.generate(request, [prompt.asked])
-        if asked.delivery.stream:
-            return EventStream(answer.stream(generation), generation.close, keep_alive=PING)
-        with generation:
-            return Json(await unless_left(request, answer.whole(generation)))
+        return await service.answer(request, [prompt.asked], form=answer, stream=asked.delivery.stream, keep_alive=PING)
 
     async def count_tokens(self, request: Request) -> Response:
         service = self._service

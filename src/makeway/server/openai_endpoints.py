@@ -15,7 +15,7 @@ from makeway.server.chat import ChatAnswer
 from makeway.server.completions import CompletionAnswer
 from makeway.server.errors import bad_request
 from makeway.server.openai_requests import read_chat, read_completion
-from makeway.server.respond import EventStream, Json, unless_left
+from makeway.server.respond import Json
 from makeway.server.service import Service
 
 
@@ -50,11 +50,7 @@ class OpenAiEndpoints:
         model = service.model(asked.model)
         prompts = await service.in_worker(request, lambda: service.completion_prompts(ready, asked))
         answer = CompletionAnswer(asked, ready.tokenizer, model=model, prompts=[p.tokens for p in prompts])
-        generation = service.generate(request, prompts)
-        if asked.delivery.stream:
-            return EventStream(answer.stream(generation), generation.close)
-        with generation:
-            return Json(await unless_left(request, answer.whole(generation)))
+        return await service.answer(request, prompts, form=answer, stream=asked.delivery.stream)
 
     async def chat(self, request: Request) -> Response:
         service = self._service
@@ -66,11 +62,7 @@ class OpenAiEndpoints:
         answer = ChatAnswer(
             asked, ready.tokenizer, model=model, n_prompt=len(prompt.asked.tokens), outputs=prompt.outputs
         )
-        generation = service.generate(request, [prompt.asked])
-        if asked.delivery.stream:
-            return EventStream(answer.stream(generation), generation.close)
-        with generation:
-            return Json(await unless_left(request, answer.whole(generation)))
+        return await service.answer(request, [prompt.asked], form=answer, stream=asked.delivery.stream)
 
     async def embeddings(self, request: Request) -> Response:
         raise bad_request(

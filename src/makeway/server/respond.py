@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
 
+COMMENT = b": keep-alive\n\n"
 KEEP_ALIVE_S = 3.0  # with ticks of at most 1 s a client hears something at least every 5 s
 MAX_SEND_S = 60.0  # a client that takes nothing for so long has left
 
@@ -82,7 +83,7 @@ class EventStream(Response):
         source: AsyncGenerator[bytes, None],
         close: Callable[[], None],
         *,
-        keep_alive: bytes = b": keep-alive\n\n",
+        keep_alive: bytes = COMMENT,
     ) -> None:
         super().__init__(
             media_type="text/event-stream", headers={"cache-control": "no-cache", "x-accel-buffering": "no"}

@@ -1,18 +1,19 @@
 """What all endpoints share: the engine loop, the tokenizer and template of its model, worker threads, limits.
 
-Owns the reading of bodies and the step from a request to tokens. Never formats answers. Hazard: rendering and
-tokenising run in worker threads, because a long prompt would stop every stream for as long.
+Owns the reading of bodies and the step from a request to tokens. Never knows the form of an answer. Hazard: rendering
+and tokenising run in worker threads, because a long prompt would stop every stream for as long.
 """
 
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
 from makeway.errors import UserError
 from makeway.server.conversation import Conversations
@@ -23,7 +24,7 @@ from makeway.server.loop import EngineLoop
 from makeway.server.metrics import Metrics
 from makeway.server.openai_requests import ChatRequest, CompletionRequest
 from makeway.server.output import ChatOutput
-from makeway.server.respond import ClientLeft, unless_left
+from makeway.server.respond import COMMENT, ClientLeft, EventStream, Json, unless_left
 from makeway.server.served import Ready
 from makeway.server.settings import ServerConfig
 
@@ -43,6 +44,13 @@ class ChatPrompt:
 
     asked: Asked
     outputs: list[ChatOutput]
+
+
+class Form(Protocol):
+    """How answers look: one document, or a stream of server-sent events."""
+
+    async def whole(self, generation: Generation) -> dict[str, Any]: ...
+    def stream(self, generation: Generation) -> AsyncGenerator[bytes, None]: ...
 
 
 class Service:
@@ -143,9 +151,21 @@ class Service:
                 self._talk = (ready, Conversations(ready.tokenizer, n_vocab=ready.n_vocab, template=template))
             return self._talk[1]
 
-    def generate(self, request: Request, prompts: Sequence[Asked]) -> Generation:
-        """Queues the answers; raises ApiError (429, 503)."""
-        return Generation(self.loop, self.metrics, client=request.state.client, prompts=prompts)
+    async def answer(
+        self,
+        request: Request,
+        prompts: Sequence[Asked],
+        *,
+        form: Form,
+        stream: bool,
+        keep_alive: bytes = COMMENT,
+    ) -> Response:
+        """Queues the answers and gives them in their form, whole or streamed; raises ApiError (429, 503, ...)."""
+        generation = Generation(self.loop, self.metrics, client=request.state.client, prompts=prompts)
+        if stream:
+            return EventStream(form.stream(generation), generation.close, keep_alive=keep_alive)
+        with generation:
+            return Json(await unless_left(request, form.whole(generation)))
 
     def document(self) -> dict[str, Any]:
         """The status document: the server's part and the engine's."""
