@@ -301,8 +301,8 @@ def run_layer(name: str, layer: Layer, *, sweep: bool) -> list[dict]:
 
 def expert_tilings(layout: ex.ExpertLayout) -> list[tuple[Tiling, Tiling]]:
     """Other tilings than the table's, one kernel's at a time."""
-    gate = ex.gate_up_tiling(layout.gate, layout.width, layout.hidden)
-    down = ex.down_tiling(layout.down, layout.hidden, layout.width)
+    gate = ex.gate_up_tiling(layout.gate, layout.hidden)
+    down = ex.down_tiling(layout.down, layout.width)
     found = []
     for rows, warps in ((16, 1), (32, 2), (32, 4), (64, 4)):
         for stages, split in ((3, 1), (3, 2), (3, 5), (2, 2), (4, 2), (1, 5), (1, 2)):

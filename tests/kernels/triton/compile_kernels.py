@@ -24,7 +24,7 @@ from makeway.kernels.triton.experts import (
     gate_up_tiling,
     plan_kernel,
 )
-from makeway.kernels.triton.linear import linear_kernel, tiling
+from makeway.kernels.triton.linear import linear_kernel, split_kernel, tiling
 from makeway.kernels.triton.unpack import PLANES, planes_for
 
 POINTERS = {
@@ -89,8 +89,8 @@ def gate_up_case(
     constants = {
         **planes_for(gate, hidden).arguments("G_"),
         **planes_for(up, hidden).arguments("U_"),
-        **gate_up_tiling(gate, width, hidden).arguments(),
-        "U_UNROLL": gate_up_tiling(up, width, hidden).unroll,
+        **gate_up_tiling(gate, hidden).arguments(),
+        "U_UNROLL": gate_up_tiling(up, hidden).unroll,
         "ALIKE": gate == up,
         "X_PARTS": 2,
         "N": 8,
@@ -101,7 +101,7 @@ def gate_up_case(
 def down_case(kind: GGMLType, hidden: int, width: int) -> tuple[str, Any, dict[str, Any], dict[str, str]]:
     constants = {
         **planes_for(kind, width).arguments(),
-        **down_tiling(kind, hidden, width).arguments(),
+        **down_tiling(kind, width).arguments(),
         "N": 8,
         "COMBINE": COMBINE,
     }
@@ -110,14 +110,17 @@ def down_case(kind: GGMLType, hidden: int, width: int) -> tuple[str, Any, dict[s
 
 
 def cases(every: bool) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, str]]]:
-    """Name, kernel, constants, argument types."""
-    yield "plan", plan_kernel, {"PADDED": 128, "SPARES": 8, "N": 8, "num_warps": 4}, {}
-    yield "fetch", fetch_kernel, {"WORDS": FETCH_WORDS, "num_warps": 8}, {"store": "*i32", "arena": "*i32"}
-    yield linear_case(GGMLType.Q6_K, 248320, 2560, 2)
-    yield gate_up_case(GGMLType.Q4_K, GGMLType.Q4_K, 2560, 640)
-    yield down_case(GGMLType.Q5_1, 2560, 640)
+    """Name, kernel, constants, argument types. Small matrices unroll little, so that they compile quickly."""
+    words = {"store": "*i32", "arena": "*i32"}
+    yield "fetch", fetch_kernel, {"WORDS": FETCH_WORDS, "num_warps": 8}, words
+    yield "plan for 1 row", plan_kernel, {"PADDED": 16, "SPARES": 4, "N": 8, "num_warps": 8}, {}
+    yield linear_case(GGMLType.Q8_0, 64, 64, 1)
+    yield down_case(GGMLType.Q5_1, 32, 32)
     if not every:
         return
+    yield "plan for 8 rows", plan_kernel, {"PADDED": 128, "SPARES": 8, "N": 8, "num_warps": 8}, {}
+    yield "split", split_kernel, {"BLOCK": 1024, "num_warps": 4}, {"x": "*fp32", "out": "*bf16"}
+    yield linear_case(GGMLType.Q6_K, 248320, 2560, 2)
     for kind in PLANES:
         yield linear_case(kind, 12288, 2560, 1)
         yield linear_case(kind, 640, 2560, 2)

@@ -80,7 +80,7 @@ def _check(kind, planes, n_blocks, device):
 
 @pytest.mark.parametrize("kind", PLANES, ids=lambda k: k.name)
 def test_every_type_decodes_to_the_bits_of_the_reference(kind, device):
-    _check(kind, PLANES[kind], 64 if BLOCK_SIZES[kind].elements == 1 else 3, device)
+    _check(kind, PLANES[kind], 64 if BLOCK_SIZES[kind].elements == 1 else 3 if PLANES[kind].step == 32 else 1, device)
 
 
 WIDE = [kind for kind in PLANES if planes_for(kind, 1024) is not PLANES[kind]]
@@ -89,7 +89,7 @@ WIDE = [kind for kind in PLANES if planes_for(kind, 1024) is not PLANES[kind]]
 @pytest.mark.parametrize("kind", WIDE, ids=lambda k: k.name)
 def test_blocks_taken_by_twos_and_fours_decode_alike(kind, device):
     wide = planes_for(kind, 1024)
-    n_blocks = max(2, 2 * wide.step // BLOCK_SIZES[kind].elements)
+    n_blocks = max(2, wide.step // BLOCK_SIZES[kind].elements)
     assert n_blocks * BLOCK_SIZES[kind].n_bytes % 4 == 0
     _check(kind, wide, n_blocks, device)
 

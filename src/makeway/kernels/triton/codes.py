@@ -3,12 +3,17 @@
 Owns plane order and the ways to turn bit fields into bf16 two at a time. Never knows a type's layout.
 Hazard: 32-bit words are unsigned, so that shifts bring in zeros; a signed operand in an expression changes that.
 
-Plane order follows the bytes: two codes of 16 bits share one 32-bit word of the block, so unpacking handles two at a
-time: of the four bytes of every word the even ones come first, then the odd ones.
+Plane order follows the bytes: two codes of 16 bits share one 32-bit word of the block (bytes 0 and 2, or 1 and 3), so
+unpacking handles two at a time. All even bytes come first, then the odd ones; or word by word (even, then odd bytes),
+where that is how the compiler spreads the operands of a product over threads, so that codes and activations stay in
+the threads that loaded them.
 """
 
 import triton
 import triton.language as tl
+
+# Triton 3.6 gives a thread four neighbours of an operand made from words, 3.9 two; only speed depends on it.
+FOUR_NEIGHBOURS = tl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7))
 
 # ---- order ----------------------------------------------------------------------------------------------------------
 
@@ -18,7 +23,10 @@ def plane_order(x):
     """x [n, width] in weight order -> plane order."""
     n: tl.constexpr = x.shape[0]
     width: tl.constexpr = x.shape[1]
-    return x.reshape(n, width // 4, 2, 2).permute(0, 3, 1, 2).reshape(n, width)
+    if FOUR_NEIGHBOURS and width == 16:
+        return x.reshape(n, width // 4, 2, 2).permute(0, 1, 3, 2).reshape(n, width)
+    else:  # noqa: RET505 (Triton compiles what follows a return, unless it is the other branch)
+        return x.reshape(n, width // 4, 2, 2).permute(0, 3, 1, 2).reshape(n, width)
 
 
 @triton.jit
@@ -26,7 +34,10 @@ def weight_order(codes):
     """codes [n, width] in plane order -> weight order."""
     n: tl.constexpr = codes.shape[0]
     width: tl.constexpr = codes.shape[1]
-    return codes.reshape(n, 2, width // 4, 2).permute(0, 2, 3, 1).reshape(n, width)
+    if FOUR_NEIGHBOURS and width == 16:
+        return codes.reshape(n, width // 4, 2, 2).permute(0, 1, 3, 2).reshape(n, width)
+    else:  # noqa: RET505
+        return codes.reshape(n, 2, width // 4, 2).permute(0, 2, 3, 1).reshape(n, width)
 
 
 # ---- bytes ----------------------------------------------------------------------------------------------------------
@@ -108,7 +119,10 @@ def pairs(even, odd):
     n: tl.constexpr = even.shape[1]
     e = tl.join(even.to(tl.uint16), (even >> 16).to(tl.uint16))
     o = tl.join(odd.to(tl.uint16), (odd >> 16).to(tl.uint16))
-    return tl.join(e, o).permute(0, 3, 1, 2).reshape(rows, 4 * n).to(tl.bfloat16, bitcast=True)
+    if FOUR_NEIGHBOURS and n == 4:
+        return tl.join(e, o).permute(0, 1, 3, 2).reshape(rows, 4 * n).to(tl.bfloat16, bitcast=True)
+    else:  # noqa: RET505
+        return tl.join(e, o).permute(0, 3, 1, 2).reshape(rows, 4 * n).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit

@@ -471,19 +471,20 @@ def fetch_missing(
     )
 
 
-def gate_up_tiling(kind: GGMLType, width: int, hidden: int) -> Tiling:
+def gate_up_tiling(kind: GGMLType, hidden: int) -> Tiling:
     """The fixed tiling of a layer's gate or up product."""
-    n_steps = hidden // planes_for(kind, hidden).step
-    split = divisor(n_steps, 2)
-    unroll = divisor(n_steps // split, max(1, 128 // planes_for(kind, hidden).step))
-    return Tiling(rows=32, split=split, unroll=unroll, warps=2, stages=3)
+    planes = planes_for(kind, hidden)
+    n_steps = hidden // planes.step
+    split = divisor(n_steps, 5)
+    unroll = divisor(n_steps // split, max(1, 128 // planes.step))
+    return Tiling(rows=16, split=split, unroll=unroll, warps=1, stages=1)
 
 
-def down_tiling(kind: GGMLType, hidden: int, width: int) -> Tiling:
+def down_tiling(kind: GGMLType, width: int) -> Tiling:
     """The fixed tiling of a layer's down product; columns are not split."""
     planes = planes_for(kind, width)
     unroll = divisor(width // planes.step, max(1, 128 // planes.step))
-    return Tiling(rows=32, split=1, unroll=unroll, warps=2, stages=3)
+    return Tiling(rows=16, split=1, unroll=unroll, warps=1, stages=1)
 
 
 def run_experts(
@@ -511,8 +512,8 @@ def run_experts(
     assert layout.down_at % 16 == 0
     gate, up, down = planes_for(layout.gate, hidden), planes_for(layout.up, hidden), planes_for(layout.down, width)
     table = code_table(x.device)
-    tiles = tilings[0] if tilings else gate_up_tiling(layout.gate, width, hidden)
-    up_tiles = tilings[0] if tilings else gate_up_tiling(layout.up, width, hidden)
+    tiles = tilings[0] if tilings else gate_up_tiling(layout.gate, hidden)
+    up_tiles = tilings[0] if tilings else gate_up_tiling(layout.up, hidden)
     split = min(tiles.split, up_tiles.split)
     n_tiles = -(-width // tiles.rows)
     groups = buffers.n_entries * n_tiles
@@ -544,7 +545,7 @@ def run_experts(
         U_UNROLL=up_tiles.unroll,
         enable_fp_fusion=True,
     )
-    tiles = tilings[1] if tilings else down_tiling(layout.down, hidden, width)
+    tiles = tilings[1] if tilings else down_tiling(layout.down, width)
     n_tiles = -(-hidden // tiles.rows)
     _, counters = scratch.take(0, n_tiles)
     arguments = tiles.arguments()

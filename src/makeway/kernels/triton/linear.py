@@ -37,6 +37,12 @@ def dot_parts(codes, x, acc, PARTS: tl.constexpr):
 
 
 @triton.jit
+def ones_like(codes):
+    """Ones in bf16, made from the codes, so that the compiler lays both out alike and x once for both products."""
+    return ((codes.to(tl.uint16, bitcast=True) | 0x3F80) & 0x3F80).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
 def product(
     weights,
     x,
@@ -65,7 +71,6 @@ def product(
     UNROLL.
     """
     acc = tl.zeros([ROWS, N], tl.float32)
-    ones = tl.full([ROWS, WIDTH], 1.0, tl.bfloat16)
     k = tl.arange(0, WIDTH)[None, :]
     for at in range(first, last, UNROLL):
         for u in tl.static_range(UNROLL):
@@ -81,7 +86,7 @@ def product(
                         part = tl.trans(part)
                         total = dot_parts(planes[g * GROUP + j][0], part, total, PARTS)
                         if HAS_SHIFT or BIAS != 0:
-                            sums = tl.dot(ones, part, sums)
+                            sums = tl.dot(ones_like(planes[g * GROUP + j][0]), part, sums)
                 if HAS_SCALE:
                     scale = planes[g * GROUP][1]
                     acc += total * scale
@@ -209,18 +214,29 @@ def divisor(n: int, most: int) -> int:
     return max(d for d in range(1, min(n, most) + 1) if n % d == 0)
 
 
-PROGRAMS = 1056  # wanted in flight: eight for each of the H200's 132 multiprocessors
+PROGRAMS = 1056  # of 16 rows, wanted in flight: eight for each of the H200's 132 multiprocessors
+
+
+def rows_and_stages(kind: GGMLType) -> tuple[int, int]:
+    """Rows of a tile (a warp for every 16) and pipeline stages.
+
+    Copies to shared memory ahead of their use pay only where much of a row is read at a time; blocks of single words
+    go straight to registers, in tiles of one warp (docs/kernels.md has what was measured).
+    """
+    if not PLANES[kind].has_scale:
+        return 32, 3
+    return (32, 2) if kind in (GGMLType.Q4_K, GGMLType.Q5_K) else (16, 1)
 
 
 def tiling(kind: GGMLType, n_rows: int, n_cols: int) -> Tiling:
     """The fixed tiling of a matrix: a function of its type and shape only."""
     planes = planes_for(kind, n_cols)
     n_steps = n_cols // planes.step
-    rows = 32
+    rows, stages = rows_and_stages(kind)
     tiles = -(-n_rows // rows)
     unroll = divisor(n_steps, max(1, 128 // planes.step))
-    split = divisor(n_steps // unroll, max(1, -(-PROGRAMS // tiles)))
-    return Tiling(rows=rows, split=split, unroll=unroll, warps=2, stages=3)
+    split = divisor(n_steps // unroll, max(1, -(-PROGRAMS * 16 // (rows * tiles))))
+    return Tiling(rows=rows, split=split, unroll=unroll, warps=rows // 16, stages=stages)
 
 
 class Scratch:
