@@ -111,8 +111,8 @@ def main() -> int:
             results.append(check(Path(model), options.kernels))
             print(json.dumps(results[-1]), flush=True)
         except Exception as fault:  # noqa: BLE001 - one model's fault must not hide the others' results
-            failed.append({"model": Path(model).name, "fault": f"{type(fault).__name__}: {fault}"})
-            traceback.print_exc()
+            failed.append({"model": Path(model).name, "fault": f"{type(fault).__name__}: {fault}"[:400]})
+            traceback.print_exc(limit=-4)
             print(json.dumps(failed[-1]), flush=True)
     print(json.dumps({"bench": "gpu_check", "kernels": options.kernels, "results": results, "failed": failed}))
     return 1 if failed else 0

@@ -63,6 +63,10 @@ class Backend(Protocol):
         """The captured steps; None where steps run kernel by kernel."""
         ...
 
+    def close(self) -> None:
+        """Let go of the arena."""
+        ...
+
 
 class ReferenceBackend:
     """Plain torch, on any device; every value in float32."""
@@ -80,6 +84,9 @@ class ReferenceBackend:
     def graphs(
         self, model: Model, experts: StepExperts, *, cache: KVCache, states: StatePool, context: int
     ) -> Graphs | None:
+        return None
+
+    def close(self) -> None:
         return None
 
 
@@ -115,6 +122,9 @@ class TritonBackend:
 
         assert isinstance(experts, DeviceExperts)
         return StepGraphs(model, experts, cache=cache, states=states, context=context)
+
+    def close(self) -> None:
+        self._step = None
 
 
 def open_backend(name: KernelsName, device: Device) -> Backend:

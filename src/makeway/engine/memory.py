@@ -95,6 +95,8 @@ class EngineMemory:
     def close(self) -> None:
         """Gives everything back, the device's memory too: the model's weights are views of it."""
         del self.model
+        self.graphs = self.swing.decode = None
+        self._backend.close()
         self.prefixes.clear()
         self.kv.close()
         self.states.close()
