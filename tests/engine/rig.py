@@ -118,11 +118,12 @@ def run(engine, events=None, until=lambda events: False):
     return events
 
 
-def write_profile(file, path):
-    """A routing trace for policy `static`: made up, with favourites."""
+def write_profile(file, path, *, drafts=False):
+    """A made-up routing trace for policy `static`, with favourites. `drafts`: with the layer of a drafting block."""
     facts = _runner(file).facts
-    with TraceWriter(path, TraceHeader(facts.n_layers, facts.n_experts, facts.top_k, "made up")) as trace:
-        ids = np.random.default_rng(5).integers(0, facts.n_experts, size=(64, facts.n_layers, facts.top_k))
+    n_layers = facts.n_layers + (facts.n_draft_layers if drafts else 0)
+    with TraceWriter(path, TraceHeader(n_layers, facts.n_experts, facts.top_k, "made up")) as trace:
+        ids = np.random.default_rng(5).integers(0, facts.n_experts, size=(64, n_layers, facts.top_k))
         trace.write("decode", np.minimum(ids, ids[::-1]))
     return path
 

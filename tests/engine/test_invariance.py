@@ -57,7 +57,7 @@ def check(case, folder, *, lengths=LONG, with_trace=False):
     config = dict(case)
     file = config.pop("file")
     if config["policy"] == "static":
-        config["profile"] = rig.write_profile(file, folder / "profile")
+        config["profile"] = rig.write_profile(file, folder / "profile", drafts=config.get("drafter") == "auto")
     if with_trace:
         config["trace"] = folder / "trace"
     with rig.open_engine(file, device=LazyDevice(), audit=True, **config) as engine:
