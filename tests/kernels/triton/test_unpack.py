@@ -72,10 +72,8 @@ def _run(raw, kind, planes):
 
 def _check(kind, planes, n_blocks, device):
     raw = _rows(kind, n_blocks, device)
-    values = _run(raw, kind, planes)
-    if kind == GGMLType.MXFP4:
-        values = values + 0.0  # E2M1 has a negative zero, the reference has not
-    assert_same_bits(values, decode_rows(raw, kind))
+    # adding 0 drops the sign of zeros: E2M1 has a negative zero, and Triton 3.6 negates by subtracting from 0
+    assert_same_bits(_run(raw, kind, planes) + 0.0, decode_rows(raw, kind) + 0.0)
 
 
 @pytest.mark.parametrize("kind", PLANES, ids=lambda k: k.name)

@@ -187,7 +187,8 @@ def plane_values(
 ):
     """The weights of a plane in weight order: f32 [R, width].
 
-    The bits of `quants/`, provided the kernel is compiled with `enable_fp_fusion=False` (it rounds the product first).
+    The bits of `quants/` up to the sign of zeros, provided the kernel is compiled with `enable_fp_fusion=False` (the
+    product is rounded first).
     """
     values = plane[0].to(tl.float32)
     if HAS_SCALE:
