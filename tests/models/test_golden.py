@@ -126,10 +126,10 @@ def test_sparse_selection_equals_transformers():
     reference = golden_arrays("qwen4exp-base.npz")
     seen = []
 
-    def attend(q, kv, *, rows, selected=None):
+    def attend(q, kv, *, rows, selected=None, gate=None):
         assert selected is not None
         seen.append(allowed_keys(selected, rows.positions, n_keys=rows.max_keys, ratio=kv.indexer[2]))
-        return REFERENCE.attend(q, kv, rows=rows, selected=selected)
+        return REFERENCE.attend(q, kv, rows=rows, selected=selected, gate=gate)
 
     runner = Runner(golden_path("qwen4exp-base-bf16.gguf"), ops=replace(REFERENCE, attend=attend))
     tokens = [int(t) for t in reference["tokens"]]

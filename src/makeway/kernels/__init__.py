@@ -12,8 +12,9 @@ Over a batch, told by `rows: Rows` which rows belong to which sequence and where
 unless named; an implementation needs nothing but `rows.on_device` (int32 tables) and the pools:
 
     write_kv(keys, values [n, kv_heads, d], kv, rows)      into the blocks of `kv: KVLayer`, in the pools' type
-    attend(q [n, heads, d], kv, rows, selected) -> [n, heads, d]      over keys up to each row's own position; with
-        `selected` int32 [n, n_select] only over those indexer blocks (-1: none) and the incomplete block at the end
+    attend(q [n, heads, d], kv, rows, selected, gate) -> [n, heads, d]      over keys up to each row's own position;
+        with `selected` int32 [n, n_select] only over those indexer blocks (-1: none) and the incomplete block at the
+        end; times sigmoid(gate)
     index_pool(raw [n, index_dim], gamma, kv, rows, eps, n_rot, theta)      new pooled keys; raw keys into the ring
     index_select(q [n, heads, index_dim], kv, rows, n_select) -> int32 [n, n_select]      block numbers, ascending,
         then -1; equal scores go to the lower block; all complete blocks when there are at most n_select
@@ -25,16 +26,20 @@ unless named; an implementation needs nothing but `rows.on_device` (int32 tables
 The last four work on places of recurrent state, in place: they (1) replay the `n_replay` kept rows of each place,
 (2) run the rows from there, (3) store the state after the rows; with `rows.keep` instead the state before the rows,
 and the rows' inputs as the place's kept rows.
+
+Larger steps, each the same as some of the above one after the other (`kernels/reference_blocks.py`); a layer uses them
+where it can: linears, norm_rope, hc_mix, hc_combine, gated_delta, moe_input.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
 
-from makeway.kernels import reference, reference_attention
+from makeway.kernels import reference, reference_attention, reference_blocks
 from makeway.kernels.reference import KEY_TILE, ROW_TILE
+from makeway.kernels.reference_blocks import MixerWeights
 from makeway.kernels.rows import ConvState, DeltaState, DeviceRows, KVLayer, Rows, Span
 from makeway.kernels.weight import Weight
 
@@ -64,6 +69,12 @@ class Ops:
     delta_step: Callable[..., Tensor] = reference.delta_step
     replay_conv: Callable[[ConvState, Rows], None] = reference.replay_conv
     replay_delta: Callable[[DeltaState, Rows], None] = reference.replay_delta
+    linears: Callable[[Tensor, Sequence[Weight]], tuple[Tensor, ...]] = reference_blocks.linears
+    norm_rope: Callable[..., Tensor] = reference_blocks.norm_rope
+    hc_mix: Callable[..., tuple[Tensor, Tensor, Tensor | None]] = reference_blocks.hc_mix
+    hc_combine: Callable[[Tensor, Tensor, Tensor], Tensor] = reference_blocks.hc_combine
+    gated_delta: Callable[..., Tensor] = reference_blocks.gated_delta
+    moe_input: Callable[..., tuple[Tensor, Tensor, Tensor]] = reference_blocks.moe_input
     notes: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -94,6 +105,7 @@ __all__ = [
     "DeltaState",
     "DeviceRows",
     "KVLayer",
+    "MixerWeights",
     "Ops",
     "Rows",
     "Span",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from makeway.kernels.reference import KEY_TILE, ROW_TILE, rms_norm, rope
+from makeway.kernels.reference import KEY_TILE, ROW_TILE, rms_norm, rope, sigmoid
 from makeway.kernels.rows import KVLayer, Rows
 
 KeyTile = Callable[[int], tuple[Tensor, Tensor]]
@@ -148,11 +148,11 @@ def write_kv(keys: Tensor, values: Tensor, *, kv: KVLayer, rows: Rows) -> None:
             done += count
 
 
-def attend(q: Tensor, kv: KVLayer, *, rows: Rows, selected: Tensor | None = None) -> Tensor:
-    """Attention of every row over the keys of its sequence up to its own position.
+def attend(q: Tensor, kv: KVLayer, *, rows: Rows, selected: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
+    """Attention of every row over the keys of its sequence up to its own position, times sigmoid(gate) if there is one.
 
-    q f32 [n, heads, d], scaled; selected int32 [n, n_select] as `best_blocks` gives, or None: all keys. Returns f32
-    [n, heads, d].
+    q f32 [n, heads, d], scaled; selected int32 [n, n_select] as `best_blocks` gives, or None: all keys; gate like q.
+    Returns f32 [n, heads, d].
     """
     out = torch.empty_like(q)
     for s in rows.spans:
@@ -165,7 +165,7 @@ def attend(q: Tensor, kv: KVLayer, *, rows: Rows, selected: Tensor | None = None
             return kv.keys[blocks[j]].float(), kv.values[blocks[j]].float()
 
         out[s.rows] = attention(q[s.rows], positions, n_keys=n_keys, key_tile=key_tile, allowed=allowed)
-    return out
+    return out if gate is None else out * sigmoid(gate)
 
 
 def index_pool(raw: Tensor, gamma: Tensor, *, kv: KVLayer, rows: Rows, eps: float, n_rot: int, theta: float) -> None:

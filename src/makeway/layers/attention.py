@@ -42,25 +42,29 @@ def attention(ops: Ops, shape: AttentionShape, w: AttentionWeights, *, layer: in
     n, d = x.shape[0], shape.head_dim
     q = ops.linear(x, w.q).view(n, shape.n_heads, -1)
     gate = q[..., d:] if shape.gated else None
-    q = ops.rope(ops.rms_norm(q[..., :d], w.q_norm, shape.eps), batch.positions, n_rot=shape.n_rot, theta=shape.theta)
-    q = q * d**-0.5
+    q = _turned(ops, shape, q[..., :d], w.q_norm, batch, scale=d**-0.5)
     remember(ops, shape, w, layer=layer, x=x, batch=batch)
     kv = batch.kv(layer)
     selected = None
     if w.indexer is not None:
         selected = selected_blocks(ops, w.indexer, kv=kv, x=x, batch=batch)
-    out = ops.attend(q, kv, rows=batch.rows, selected=selected)
-    if gate is not None:
-        out = out * ops.sigmoid(gate)
+    out = ops.attend(q, kv, rows=batch.rows, selected=selected, gate=gate)
     return ops.linear(out.reshape(n, -1), w.output)
 
 
 def remember(ops: Ops, shape: AttentionShape, w: AttentionWeights, *, layer: int, x: Tensor, batch: Batch) -> None:
     """Writes the keys and values, and the indexer's keys, of x f32 [n, hidden], as `attention` does, and no more."""
     n, d = x.shape[0], shape.head_dim
-    k = ops.linear(x, w.k).view(n, shape.n_kv_heads, d)
-    v = ops.linear(x, w.v).view(n, shape.n_kv_heads, -1)
-    k = ops.rope(ops.rms_norm(k, w.k_norm, shape.eps), batch.positions, n_rot=shape.n_rot, theta=shape.theta)
-    ops.write_kv(k, v, kv=batch.kv(layer), rows=batch.rows)
+    keys, values = ops.linears(x, (w.k, w.v))
+    k = _turned(ops, shape, keys.view(n, shape.n_kv_heads, d), w.k_norm, batch)
+    ops.write_kv(k, values.view(n, shape.n_kv_heads, -1), kv=batch.kv(layer), rows=batch.rows)
     if w.indexer is not None:
         write_keys(ops, w.indexer, kv=batch.kv(layer), x=x, batch=batch)
+
+
+def _turned(
+    ops: Ops, shape: AttentionShape, heads: Tensor, gamma: Tensor, batch: Batch, *, scale: float = 1.0
+) -> Tensor:
+    return ops.norm_rope(
+        heads, gamma, positions=batch.positions, eps=shape.eps, n_rot=shape.n_rot, theta=shape.theta, scale=scale
+    )

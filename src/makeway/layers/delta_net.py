@@ -6,7 +6,6 @@ Hazard: converters order V heads in two ways; `tiled` says whether V head j uses
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from makeway.kernels import Ops, Weight
@@ -44,32 +43,32 @@ class DeltaNetWeights:
 
 def delta_net(ops: Ops, shape: DeltaNetShape, w: DeltaNetWeights, *, layer: int, x: Tensor, batch: Batch) -> Tensor:
     """x f32 [n, hidden] (normed input) -> f32 [n, hidden]; moves each sequence's state on."""
-    n = x.shape[0]
-    qkv = ops.linear(x, w.qkv)
-    gate = ops.linear(x, w.gate).view(n, shape.n_v_heads, shape.v_dim)
-    alpha, raw_beta = _alpha_beta(ops, shape, w, x)
-    decay = torch.exp(w.a * ops.softplus(alpha + w.dt_bias))
-    beta = ops.sigmoid(raw_beta)
-    mixed = ops.silu(ops.conv_step(qkv, w.conv, state=batch.states.conv("conv", layer), rows=batch.rows))
-    q, k, v = _split(ops, shape, mixed)
-    out = ops.delta_step(q, k, v=v, decay=decay, beta=beta, state=batch.states.delta(layer), rows=batch.rows)
-    normed = ops.rms_norm(out, w.norm, shape.eps)
-    gated = normed * (ops.sigmoid(gate) if shape.sigmoid_gate else ops.silu(gate))
-    return ops.linear(gated.view(n, -1), w.out)
+    qkv, gate, alpha, beta = _projected(ops, shape, w, x)
+    gated = ops.gated_delta(
+        qkv,
+        gate,
+        alpha=alpha,
+        beta=beta,
+        conv=w.conv,
+        a=w.a,
+        dt_bias=w.dt_bias,
+        norm=w.norm,
+        eps=shape.eps,
+        sigmoid_gate=shape.sigmoid_gate,
+        conv_state=batch.states.conv("conv", layer),
+        state=batch.states.delta(layer),
+        rows=batch.rows,
+    )
+    return ops.linear(gated, w.out)
 
 
-def _alpha_beta(ops: Ops, shape: DeltaNetShape, w: DeltaNetWeights, x: Tensor) -> tuple[Tensor, Tensor]:
+def _projected(ops: Ops, shape: DeltaNetShape, w: DeltaNetWeights, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """qkv, gate, alpha and beta before its sigmoid."""
     if w.ba is not None:  # per K head: its group's betas, then its alphas
-        ba = ops.linear(x, w.ba).view(x.shape[0], shape.n_k_heads, 2, -1)
-        return ba[:, :, 1].reshape(x.shape[0], -1), ba[:, :, 0].reshape(x.shape[0], -1)
+        qkv, gate, fused = ops.linears(x, (w.qkv, w.gate, w.ba))
+        ba = fused.view(x.shape[0], shape.n_k_heads, 2, -1)
+        return qkv, gate, ba[:, :, 1].reshape(x.shape[0], -1), ba[:, :, 0].reshape(x.shape[0], -1)
     assert w.alpha is not None
     assert w.beta is not None
-    return ops.linear(x, w.alpha), ops.linear(x, w.beta)
-
-
-def _split(ops: Ops, shape: DeltaNetShape, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Convolved [n, channels] -> q, k [n, n_k_heads, k_dim] (normed, q scaled) and v [n, n_v_heads, v_dim]."""
-    n, width = mixed.shape[0], shape.n_k_heads * shape.k_dim
-    q = ops.l2_norm(mixed[:, :width].reshape(n, shape.n_k_heads, shape.k_dim)) * shape.k_dim**-0.5
-    k = ops.l2_norm(mixed[:, width : 2 * width].reshape(n, shape.n_k_heads, shape.k_dim))
-    return q, k, mixed[:, 2 * width :].reshape(n, shape.n_v_heads, shape.v_dim)
+    qkv, gate, alpha, beta = ops.linears(x, (w.qkv, w.gate, w.alpha, w.beta))
+    return qkv, gate, alpha, beta

@@ -6,7 +6,6 @@ Hazard: routed outputs are added in float32 in ascending expert order, after the
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from makeway.experts.routed import RoutedInput
@@ -24,10 +23,5 @@ class MoEWeights:
 
 def moe_input(ops: Ops, w: MoEWeights, x: Tensor, *, top_k: int, inject: Tensor | None = None) -> RoutedInput:
     """Routes x f32 [n, hidden] and runs the shared expert."""
-    ids, weights = ops.route(ops.linear(x, w.router), top_k)
-    if w.shared is None:
-        acc = torch.zeros_like(x)
-    else:
-        assert w.shared_gate is not None
-        acc = ops.expert_ffn(x, *w.shared) * ops.sigmoid(ops.linear(x, w.shared_gate))
+    ids, weights, acc = ops.moe_input(x, w.router, top_k=top_k, shared=w.shared, shared_gate=w.shared_gate)
     return RoutedInput(x, ids, weights, acc, inject)

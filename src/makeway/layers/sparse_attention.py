@@ -43,6 +43,6 @@ def selected_blocks(ops: Ops, w: IndexerWeights, *, kv: KVLayer, x: Tensor, batc
     """
     if batch.rows.max_keys // w.ratio <= w.n_select:
         return None
-    q = ops.rms_norm(ops.linear(x, w.q_proj).view(x.shape[0], w.n_heads, w.dim), w.q_norm, w.eps)
-    q = ops.rope(q, batch.positions, n_rot=w.n_rot, theta=w.theta)
+    q = ops.linear(x, w.q_proj).view(x.shape[0], w.n_heads, w.dim)
+    q = ops.norm_rope(q, w.q_norm, positions=batch.positions, eps=w.eps, n_rot=w.n_rot, theta=w.theta)
     return ops.index_select(q, kv, rows=batch.rows, n_select=w.n_select)

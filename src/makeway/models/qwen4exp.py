@@ -175,22 +175,21 @@ class Qwen4Exp:
         if layer in self._ple:
             weights, hashes = self._ple[layer]
             h = h + ple(ops, weights, hashes, layer=layer, h=h, batch=batch, eps=eps)
-        x, inject = hc.mix(ops, self._hc_attn[layer], h, eps=eps)
+        h, x, inject = hc.mix(ops, self._hc_attn[layer], h, eps=eps)
         assert inject is not None
         if isinstance(w, AttentionWeights):
             out = attention(ops, self._attention_shape, w, layer=layer, x=x, batch=batch)
         else:
             out = delta_net(ops, self._delta_shape, w, layer=layer, x=x, batch=batch)
-        h = hc.combine(h, inject, out)
-        x, inject = hc.mix(ops, self._hc_ffn[layer], h, eps=eps)
+        h, x, inject = hc.mix(ops, self._hc_ffn[layer], h, eps=eps, added=(inject, out))
         return h, moe_input(ops, self._moe[layer], x, top_k=self._head.top_k, inject=inject)
 
     def combine(self, layer: int, h: Tensor, moe: RoutedInput) -> Tensor:
         assert moe.inject is not None
-        return hc.combine(h, moe.inject, moe.acc)
+        return hc.combine(self._ops, h, moe.inject, moe.acc)
 
     def head(self, h: Tensor) -> Tensor:
-        return self._ops.linear(hc.mix(self._ops, self._output_mixer, h, eps=self._head.eps)[0], self._output)
+        return self._ops.linear(hc.mix(self._ops, self._output_mixer, h, eps=self._head.eps)[1], self._output)
 
     def trunk_state(self, h: Tensor) -> Tensor:
         return h
@@ -206,12 +205,12 @@ class Qwen4Exp:
         layer = self.facts.n_layers
         w = self._mixers[layer]
         assert isinstance(w, AttentionWeights)
-        x, _ = hc.mix(self._ops, self._hc_attn[layer], self.draft_input(batch, state), eps=self._head.eps)
+        _, x, _ = hc.mix(self._ops, self._hc_attn[layer], self.draft_input(batch, state), eps=self._head.eps)
         remember(self._ops, self._attention_shape, w, layer=layer, x=x, batch=batch)
 
     def draft_state(self, h: Tensor) -> Tensor:
         return h
 
     def draft_head(self, h: Tensor) -> Tensor:
-        mixed = hc.mix(self._ops, self._draft_mixer, h, eps=self._head.eps)[0]
+        mixed = hc.mix(self._ops, self._draft_mixer, h, eps=self._head.eps)[1]
         return self._ops.linear(mixed, self._draft.output)

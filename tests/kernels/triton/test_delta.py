@@ -7,7 +7,8 @@ import torch
 
 from makeway.kernels import ConvState, DeltaState, reference
 from makeway.kernels.triton.chunk_delta import CHUNK, DeltaScratch
-from makeway.kernels.triton.delta import conv_step, delta_step, replay_conv, replay_delta
+from makeway.kernels.triton.conv import conv_step, replay_conv
+from makeway.kernels.triton.delta import delta_step, replay_delta
 from tests.kernels.triton.paged import apart, batch, padded
 
 SIZES = [(9, 3), (4, 1), (0, 2)]
@@ -19,8 +20,8 @@ def randn(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def conv_state(dilation):
-    return ConvState(randn(N_PLACES, dilation * (TAPS - 1), CHANNELS), randn(N_PLACES, N_KEPT, CHANNELS, seed=1))
+def conv_state(dilation, channels=CHANNELS):
+    return ConvState(randn(N_PLACES, dilation * (TAPS - 1), channels), randn(N_PLACES, N_KEPT, channels, seed=1))
 
 
 def delta_state(tiled):

@@ -5,15 +5,19 @@ in silence: a matrix that only the reference can multiply is named in `Ops.notes
 Hazard: the scratch serves one launch at a time, so all operations of one instance run on one stream.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from makeway.kernels import Ops, reference
+from makeway.kernels import MixerWeights, Ops, reference
 from makeway.kernels.rows import DeltaState, KVLayer, Rows
 from makeway.kernels.triton import chunk_linear as chunks
-from makeway.kernels.triton import delta, index, linear, small
+from makeway.kernels.triton import conv, delta, fused, index, linear, small
 from makeway.kernels.triton.attend import attend, write_kv
 from makeway.kernels.triton.chunk_delta import DeltaScratch
+from makeway.kernels.triton.gated_delta import gated_delta
 from makeway.kernels.weight import Weight
 
 LINEAR_BYTES = 64 << 20  # of decoded weights at a time, for chunks
@@ -31,26 +35,60 @@ class TritonOps:
         self._chunks: chunks.LinearScratch | None = None
         self._delta: dict[tuple[int, ...], DeltaScratch] = {}
         self._index: dict[tuple[int, int], index.IndexScratch] = {}
+        self._known: tuple[Tensor, int, Tensor] | None = None
         self.notes: dict[str, str] = {}
 
     def linear(self, x: Tensor, weight: Weight) -> Tensor:
         """f32 [n, n_rows]; more than MAX_ROWS rows are rounded to bf16, and so are the weights then."""
-        x = x.contiguous()
-        n = x.shape[0]
-        if n <= linear.MAX_ROWS and linear.can_multiply(weight):
-            if n == 0:
-                return x.new_empty((0, weight.n_rows))
-            return linear.linear(x, weight, scratch=self._rows)
-        if n > linear.MAX_ROWS and chunks.can_multiply(weight):
-            out = torch.empty((n, weight.n_rows), dtype=torch.float32, device=x.device)
-            chunks.chunk_linear(x.bfloat16(), weight, out=out, scratch=self._chunk_scratch())
-            return out
-        self.notes[f"linear {weight.type.name} of {weight.n_cols}"] = "reference"
-        return reference.linear(x, weight)
+        if x.shape[0] == 0:
+            return x.new_empty((0, weight.n_rows))
+        if self._has_kernel(x.shape[0], weight):
+            return self._multiply(self._parts_of(x), weight)
+        return self._reference(x, weight)
+
+    def linears(self, x: Tensor, weights: Sequence[Weight]) -> tuple[Tensor, ...]:
+        return tuple(self.linear(x, w) for w in weights)
 
     def expert_ffn(self, x: Tensor, gate: Weight, up: Weight, down: Weight) -> Tensor:
-        hidden = small.pointwise(small.SWIGLU, self.linear(x, gate), self.linear(x, up))
-        return self.linear(hidden, down)
+        return self._gated_ffn(x, gate, up, down, None)
+
+    def hc_mix(
+        self, h: Tensor, w: MixerWeights, *, eps: float, added: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        n, n_streams, _ = h.shape
+        n_parts = _n_parts(n)
+        h, normed, parts = fused.stream_norm(h, w.norm, eps=eps, n_parts=n_parts, added=added)
+        self._remember(normed, parts)
+        low = self.linear(normed, w.down)
+        inject = None if w.inject is None else self.linear(normed, w.inject)
+        low_parts = fused.silu_parts(low, scale=1.0 / n_streams, n_parts=n_parts)
+        up = self._multiply_or(low_parts, w.up)
+        x, parts, inject = fused.mixed(up, normed, inject, n_streams=n_streams, n_parts=n_parts)
+        self._remember(x, parts)
+        return h, x, inject
+
+    def moe_input(
+        self,
+        x: Tensor,
+        router: Weight,
+        *,
+        top_k: int,
+        shared: tuple[Weight, Weight, Weight] | None,
+        shared_gate: Weight | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The shared expert's gate is applied to its hidden values, before `down`."""
+        ids, weights = small.route(self.linear(x, router), top_k)
+        if shared is None:
+            return ids, weights, torch.zeros_like(x)
+        assert shared_gate is not None
+        return ids, weights, self._gated_ffn(x, *shared, self.linear(x, shared_gate))
+
+    def gated_delta(self, qkv: Tensor, gate: Tensor, *, state: DeltaState, **options: Any) -> Tensor:
+        n = qkv.shape[0]
+        scratch = self._delta_scratch(state) if n > linear.MAX_ROWS else None
+        out, parts = gated_delta(qkv, gate, state=state, scratch=scratch, n_parts=_n_parts(n), **options)
+        self._remember(out, parts)
+        return out
 
     def index_select(self, q: Tensor, kv: KVLayer, *, rows: Rows, n_select: int) -> Tensor:
         n_blocks = max(LEAST_BLOCKS, 1 << (rows.max_keys // kv.indexer[2]).bit_length())
@@ -67,6 +105,45 @@ class TritonOps:
         scratch = self._delta_scratch(state) if v.shape[0] > linear.MAX_ROWS else None
         return delta.delta_step(q, k, v=v, decay=decay, beta=beta, state=state, rows=rows, scratch=scratch)
 
+    def _gated_ffn(self, x: Tensor, gate: Weight, up: Weight, down: Weight, factor: Tensor | None) -> Tensor:
+        gated, straight = self.linears(x, (gate, up))
+        parts = fused.swiglu_parts(gated, straight, factor, n_parts=_n_parts(x.shape[0]))
+        return self._multiply_or(parts, down)
+
+    def _has_kernel(self, n: int, weight: Weight) -> bool:
+        return linear.can_multiply(weight) if n <= linear.MAX_ROWS else chunks.can_multiply(weight)
+
+    def _multiply(self, parts: Tensor, weight: Weight) -> Tensor:
+        """bf16 [parts, n, n_cols] times the transposed weight: f32 [n, n_rows]."""
+        n = parts.shape[1]
+        if n <= linear.MAX_ROWS:
+            return linear.linear(parts, weight, scratch=self._rows)
+        out = torch.empty((n, weight.n_rows), dtype=torch.float32, device=parts.device)
+        chunks.chunk_linear(parts[0], weight, out=out, scratch=self._chunk_scratch())
+        return out
+
+    def _multiply_or(self, parts: Tensor, weight: Weight) -> Tensor:
+        if self._has_kernel(parts.shape[1], weight):
+            return self._multiply(parts, weight)
+        return self._reference(parts.float().sum(0), weight)
+
+    def _reference(self, x: Tensor, weight: Weight) -> Tensor:
+        self.notes[f"linear {weight.type.name} of {weight.n_cols}"] = "reference"
+        return reference.linear(x, weight)
+
+    def _remember(self, x: Tensor, parts: Tensor) -> None:
+        """`parts` are x's, as long as nobody changes x."""
+        self._known = (x, x._version, parts)
+
+    def _parts_of(self, x: Tensor) -> Tensor:
+        """x f32 [n, n_cols] as matrices take it: bf16 [parts, n, n_cols]; made once for several matrices."""
+        known = self._known
+        if known is None or known[0] is not x or known[1] != x._version:
+            dense = x.contiguous()
+            self._remember(x, linear.split(dense) if x.shape[0] <= linear.MAX_ROWS else dense.bfloat16()[None])
+        assert self._known is not None
+        return self._known[2]
+
     def _chunk_scratch(self) -> chunks.LinearScratch:
         if self._chunks is None:
             self._chunks = chunks.LinearScratch.of(torch.empty(LINEAR_BYTES, dtype=torch.uint8, device=self._device))
@@ -79,6 +156,11 @@ class TritonOps:
             room = torch.empty(n_bytes, dtype=torch.uint8, device=self._device)
             self._delta[shape] = DeltaScratch.of(room, n_heads, d_k=d_k, d_v=d_v)
         return self._delta[shape]
+
+
+def _n_parts(n: int) -> int:
+    """bf16 parts of activations: two in a step, one in a chunk."""
+    return 2 if n <= linear.MAX_ROWS else 1
 
 
 def triton_ops(device: torch.device) -> Ops:
@@ -99,9 +181,15 @@ def triton_ops(device: torch.device) -> Ops:
         attend=attend,
         index_pool=index.index_pool,
         index_select=ops.index_select,
-        conv_step=delta.conv_step,
+        conv_step=conv.conv_step,
         delta_step=ops.delta_step,
-        replay_conv=delta.replay_conv,
+        replay_conv=conv.replay_conv,
         replay_delta=delta.replay_delta,
+        linears=ops.linears,
+        norm_rope=small.norm_rope,
+        hc_mix=ops.hc_mix,
+        hc_combine=fused.hc_combine,
+        gated_delta=ops.gated_delta,
+        moe_input=ops.moe_input,
         notes=ops.notes,
     )

@@ -1,0 +1,197 @@
+"""The causal convolution of linear attention and of PLE, over tails and kept rows that live in the state pool.
+
+Owns no memory: tails and kept rows are the pools' own, changed in place. Never reads another sequence's place.
+Hazard: a sequence's inputs are its tail, its replayed kept rows and its new rows, one behind the other; a launch that
+moves the tail must have read all that it needs of it before.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from makeway.kernels.rows import ConvState, Rows
+from makeway.kernels.triton.linear import MAX_ROWS
+from makeway.kernels.triton.small import sigmoid_of
+
+LEAVE, ADVANCE, KEEP, REPLAY = 0, 1, 2, 3
+"""What a launch does to the memory of a sequence: nothing; moves it behind the rows; moves it behind the replayed rows
+and keeps the new ones' inputs; moves it behind the replayed rows, and there are no others."""
+CONV_ROWS = 32  # rows of a chunk that a program convolves
+
+
+@triton.jit
+def input_at(i, c, inside, x, tail, kept, first, n_replay, channels, x_stride, kept_row, N_TAIL: tl.constexpr):
+    """Channels c of input number i of a sequence: its tail, its replayed rows, its new rows; pointers to its place."""
+    at = x + (first + i - N_TAIL - n_replay).to(tl.int64) * x_stride
+    if i < N_TAIL:
+        at = tail + i * channels
+    elif i < N_TAIL + n_replay:
+        at = kept + (i - N_TAIL) * kept_row
+    return tl.load(at + c, mask=inside, other=0.0)
+
+
+@triton.jit
+def conv_kernel(
+    x,
+    kernel,
+    out,
+    tail,
+    kept,
+    first_row,
+    n_rows,
+    places,
+    n_replay,
+    channels,
+    x_stride,
+    tail_place,
+    kept_place,
+    kept_row,
+    n_k_heads,
+    q_scale,
+    TAPS: tl.constexpr,
+    DILATION: tl.constexpr,
+    N_TAIL: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TAIL_TILE: tl.constexpr,
+    RUN: tl.constexpr,
+    MODE: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """Some channels of one segment. RUN: its rows from ROWS * program_id(2) on. MODE: what becomes of its tail.
+
+    NORM: silu behind the convolution, and the first 2 n_k_heads blocks of channels are heads of q (scaled) and k, of
+    length 1 then.
+    """
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = c < channels
+    segment = tl.program_id(1)
+    n = tl.load(n_rows + segment)
+    replayed = tl.load(n_replay + segment)
+    first = tl.load(first_row + segment)
+    place = tl.load(places + segment).to(tl.int64)
+    tail += place * tail_place
+    kept += place * kept_place
+    if MODE == 3:
+        n = 0
+        if replayed == 0:
+            return
+    elif n == 0:
+        return
+    if RUN:
+        start = tl.program_id(2) * ROWS
+        for r in range(start, tl.minimum(start + ROWS, n)):
+            acc = tl.zeros([BLOCK], tl.float32)
+            for t in tl.static_range(TAPS):
+                i = replayed + r + t * DILATION
+                value = input_at(i, c, inside, x, tail, kept, first, replayed, channels, x_stride, kept_row, N_TAIL)
+                acc += value * tl.load(kernel + c * TAPS + t, mask=inside, other=0.0)
+            if NORM:
+                acc = acc * sigmoid_of(acc)
+                if tl.program_id(0) < 2 * n_k_heads:
+                    acc = acc * tl.rsqrt(tl.sum(acc * acc, 0) + 1e-6)
+                    if tl.program_id(0) < n_k_heads:
+                        acc = acc * q_scale
+            tl.store(out + (first + r).to(tl.int64) * channels + c, acc, mask=inside)
+    if MODE > 0:
+        moved = replayed
+        if MODE == 1:
+            moved = replayed + n
+        # all of the new tail is read before any of it is written
+        t = tl.arange(0, TAIL_TILE)[:, None]
+        i = moved + t
+        mask = (t < N_TAIL) & inside[None, :]
+        old = tl.load(tail + i * channels + c[None, :], mask=mask & (i < N_TAIL), other=0.0)
+        again = mask & (i >= N_TAIL) & (i < N_TAIL + replayed)
+        from_kept = tl.load(kept + (i - N_TAIL) * kept_row + c[None, :], mask=again, other=0.0)
+        new = mask & (i >= N_TAIL + replayed)
+        row = first + i - N_TAIL - replayed
+        from_x = tl.load(x + row.to(tl.int64) * x_stride + c[None, :], mask=new, other=0.0)
+        tl.debug_barrier()
+        value = tl.where(i < N_TAIL, old, tl.where(new, from_x, from_kept))
+        tl.store(tail + t * channels + c[None, :], value, mask=mask)
+        if MODE == 2:
+            for r in range(n):
+                value = tl.load(x + (first + r).to(tl.int64) * x_stride + c, mask=inside)
+                tl.store(kept + r * kept_row + c, value, mask=inside)
+
+
+def conv_step(x: Tensor, kernel: Tensor, *, state: ConvState, rows: Rows, dilation: int = 1) -> Tensor:
+    """`kernels/reference.py:conv_step`; x f32 [n, channels] with rows of any stride, kernel f32 [channels, taps]."""
+    return conv_rows(x, kernel, state, rows, dilation=dilation, k_heads=None)
+
+
+def conv_rows(
+    x: Tensor, kernel: Tensor, state: ConvState, rows: Rows, *, dilation: int, k_heads: tuple[int, int] | None
+) -> Tensor:
+    """`k_heads` (their number and d_k): with silu and norms, see `conv_kernel`."""
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    mode = KEEP if rows.keep else ADVANCE
+    if x.shape[0] <= MAX_ROWS:
+        _convolve(x, kernel, out, state, rows, dilation=dilation, run=True, mode=mode, k_heads=k_heads)
+    else:  # programs that run a segment's later rows must not see its tail changed
+        _convolve(x, kernel, out, state, rows, dilation=dilation, run=True, mode=LEAVE, k_heads=k_heads)
+        _convolve(x, kernel, out, state, rows, dilation=dilation, run=False, mode=mode)
+    return out
+
+
+def replay_conv(state: ConvState, rows: Rows) -> None:
+    """`kernels/reference.py:replay_conv`."""
+    tail = state.tail
+    _convolve(tail[0], tail[0], tail[0], state, rows, dilation=tail.shape[1], run=False, mode=REPLAY)
+
+
+def _convolve(
+    x: Tensor,
+    kernel: Tensor,
+    out: Tensor,
+    state: ConvState,
+    rows: Rows,
+    *,
+    dilation: int,
+    run: bool,
+    mode: int,
+    k_heads: tuple[int, int] | None = None,
+) -> None:
+    n, channels = x.shape
+    n_tail = state.tail.shape[1]
+    taps = n_tail // dilation + 1
+    assert state.tail.stride()[1:] == (channels, 1)
+    assert state.kept.stride(2) == 1
+    assert x.stride(1) == 1
+    assert not run or (kernel.shape == (channels, taps) and kernel.is_contiguous())
+    device = rows.on_device
+    n_segments = device.n_rows.shape[0]
+    if n == 0:
+        return
+    row_tiles = triton.cdiv(n, CONV_ROWS) if run else 1
+    n_k_heads, block = (0, 128) if k_heads is None else k_heads
+    conv_kernel[(triton.cdiv(channels, block), n_segments, row_tiles)](
+        x,
+        kernel,
+        out,
+        state.tail,
+        state.kept,
+        device.first_row,
+        device.n_rows,
+        device.places,
+        device.n_replay,
+        channels,
+        x.stride(0),
+        state.tail.stride(0),
+        state.kept.stride(0),
+        state.kept.stride(1),
+        n_k_heads,
+        block**-0.5,
+        TAPS=taps,
+        DILATION=dilation,
+        N_TAIL=n_tail,
+        ROWS=CONV_ROWS,
+        BLOCK=block,
+        TAIL_TILE=triton.next_power_of_2(n_tail),
+        RUN=run,
+        MODE=mode,
+        NORM=k_heads is not None,
+        num_warps=1,
+    )

@@ -1,0 +1,276 @@
+"""What stands between the matrices of a layer, in one launch each: hyper-connections, SwiGLU with the router, gates.
+
+Owns no memory. Never rounds what it passes on: activations for matrices are written as a sum of bf16 parts, as
+`linear.split` would make them, beside or instead of their f32 values.
+Hazard: with one part (for chunks) activations are rounded to bf16.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from makeway.kernels.triton.small import sigmoid_of
+
+
+@triton.jit
+def store_parts(parts, at, stride, value, mask, PARTS: tl.constexpr):
+    """value f32 as PARTS bf16, `stride` apart."""
+    for j in tl.static_range(PARTS):
+        part = value.to(tl.bfloat16)
+        tl.store(parts + at + j * stride, part, mask=mask)
+        value = value - part.to(tl.float32)
+
+
+@triton.jit
+def stream_norm_kernel(
+    h,
+    inject,
+    added,
+    gamma,
+    new_h,
+    normed,
+    parts,
+    part_stride,
+    eps,
+    D: tl.constexpr,
+    PADDED: tl.constexpr,
+    ADD: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """One stream of a row: h + inject * added where ADD, normed over the stream; f32 and parts."""
+    row = tl.program_id(0).to(tl.int64)
+    stream = tl.program_id(1)
+    n_streams = tl.num_programs(1)
+    i = tl.arange(0, PADDED)
+    inside = i < D
+    at = (row * n_streams + stream) * D + i
+    value = tl.load(h + at, mask=inside, other=0.0)
+    if ADD:
+        factor = tl.load(inject + row * n_streams + stream)
+        value += factor * tl.load(added + row * D + i, mask=inside, other=0.0)
+        tl.store(new_h + at, value, mask=inside)
+    value = value * tl.rsqrt(tl.sum(value * value, 0) / D + eps)
+    value = value * tl.load(gamma + stream * D + i, mask=inside, other=0.0)
+    tl.store(normed + at, value, mask=inside)
+    store_parts(parts, at, part_stride, value, inside, PARTS)
+
+
+def stream_norm(
+    h: Tensor, gamma: Tensor, *, eps: float, n_parts: int, added: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """h f32 [n, streams, hidden] (a new one with `added`: inject, out), each stream normed as f32 [n, streams * hidden]
+    and as bf16 [n_parts, n, streams * hidden]."""
+    h = h.contiguous()
+    n, n_streams, hidden = h.shape
+    new_h = h if added is None else torch.empty_like(h)
+    inject, out = (h, h) if added is None else (added[0].contiguous(), added[1].contiguous())
+    normed = torch.empty((n, n_streams * hidden), dtype=torch.float32, device=h.device)
+    parts = torch.empty((n_parts, n, n_streams * hidden), dtype=torch.bfloat16, device=h.device)
+    stream_norm_kernel[(n, n_streams)](
+        h,
+        inject,
+        out,
+        gamma,
+        new_h,
+        normed,
+        parts,
+        normed.numel(),
+        eps,
+        D=hidden,
+        PADDED=triton.next_power_of_2(hidden),
+        ADD=added is not None,
+        PARTS=n_parts,
+        num_warps=8,
+    )
+    return new_h, normed, parts
+
+
+@triton.jit
+def combine_kernel(h, inject, out, new_h, D, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    stream = tl.program_id(1)
+    n_streams = tl.num_programs(1)
+    i = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < D
+    at = (row * n_streams + stream) * D + i
+    factor = tl.load(inject + row * n_streams + stream)
+    value = tl.load(h + at, mask=inside) + factor * tl.load(out + row * D + i, mask=inside)
+    tl.store(new_h + at, value, mask=inside)
+
+
+def hc_combine(h: Tensor, inject: Tensor, out: Tensor) -> Tensor:
+    """`kernels/reference_blocks.py:hc_combine`."""
+    h, inject, out = h.contiguous(), inject.contiguous(), out.contiguous()
+    n, n_streams, hidden = h.shape
+    new_h = torch.empty_like(h)
+    if n:
+        combine_kernel[(n, n_streams, triton.cdiv(hidden, 1024))](
+            h, inject, out, new_h, hidden, BLOCK=1024, num_warps=4
+        )
+    return new_h
+
+
+@triton.jit
+def silu_kernel(x, parts, part_stride, scale, n, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+    """silu(x * scale) as parts."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + i, mask=i < n, other=0.0) * scale
+    store_parts(parts, i, part_stride, value * sigmoid_of(value), i < n, PARTS)
+
+
+def silu_parts(x: Tensor, *, scale: float, n_parts: int) -> Tensor:
+    """silu(x * scale) of f32 [n, d], as bf16 [n_parts, n, d]."""
+    assert x.is_contiguous()
+    parts = torch.empty((n_parts, *x.shape), dtype=torch.bfloat16, device=x.device)
+    silu_kernel[(triton.cdiv(x.numel(), 512),)](
+        x, parts, x.numel(), scale, x.numel(), BLOCK=512, PARTS=n_parts, num_warps=4
+    )
+    return parts
+
+
+@triton.jit
+def mix_kernel(
+    up,
+    normed,
+    raw_inject,
+    x,
+    parts,
+    inject,
+    part_stride,
+    D,
+    N_STREAMS: tl.constexpr,
+    PADDED_STREAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INJECT: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """The mean over streams of sigmoid(up) * normed, f32 and parts; the inject factors."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < D
+    total = tl.zeros([BLOCK], tl.float32)
+    for s in tl.static_range(N_STREAMS):
+        at = (row * N_STREAMS + s) * D + i
+        gate = sigmoid_of(tl.load(up + at, mask=inside, other=0.0))
+        total += gate * tl.load(normed + at, mask=inside, other=0.0)
+    total = total / N_STREAMS
+    at = row * D + i
+    tl.store(x + at, total, mask=inside)
+    store_parts(parts, at, part_stride, total, inside, PARTS)
+    if INJECT:
+        if tl.program_id(1) == 0:
+            s = tl.arange(0, PADDED_STREAMS)
+            raw = tl.load(raw_inject + row * N_STREAMS + s, mask=s < N_STREAMS, other=0.0)
+            tl.store(inject + row * N_STREAMS + s, 2.0 * sigmoid_of(raw / N_STREAMS), mask=s < N_STREAMS)
+
+
+def mixed(
+    up: Tensor, normed: Tensor, raw_inject: Tensor | None, *, n_streams: int, n_parts: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The end of `hc_mix`: up and normed f32 [n, streams * hidden] -> x f32 [n, hidden], its parts, inject factors."""
+    n, hidden = up.shape[0], up.shape[1] // n_streams
+    x = torch.empty((n, hidden), dtype=torch.float32, device=up.device)
+    parts = torch.empty((n_parts, n, hidden), dtype=torch.bfloat16, device=up.device)
+    inject = None if raw_inject is None else torch.empty_like(raw_inject)
+    assert up.is_contiguous()
+    assert raw_inject is None or raw_inject.is_contiguous()
+    mix_kernel[(n, triton.cdiv(hidden, 256))](
+        up,
+        normed,
+        up if raw_inject is None else raw_inject,
+        x,
+        parts,
+        up if inject is None else inject,
+        x.numel(),
+        hidden,
+        N_STREAMS=n_streams,
+        PADDED_STREAMS=triton.next_power_of_2(n_streams),
+        BLOCK=256,
+        INJECT=inject is not None,
+        PARTS=n_parts,
+        num_warps=2,
+    )
+    return x, parts, inject
+
+
+@triton.jit
+def swiglu_kernel(
+    gate, up, shared_gate, parts, part_stride, D, BLOCK: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr
+):
+    """silu(gate) * up of a row, times sigmoid(shared_gate) where GATED, as parts."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < D
+    at = row * D + i
+    value = tl.load(gate + at, mask=inside, other=0.0)
+    value = value * sigmoid_of(value) * tl.load(up + at, mask=inside, other=0.0)
+    if GATED:
+        value = value * sigmoid_of(tl.load(shared_gate + row))
+    store_parts(parts, at, part_stride, value, inside, PARTS)
+
+
+def swiglu_parts(gate: Tensor, up: Tensor, shared_gate: Tensor | None, *, n_parts: int) -> Tensor:
+    """silu(gate) * up, f32 [n, d], times sigmoid(shared_gate [n, 1]) if there is one: bf16 [n_parts, n, d]."""
+    n, d = gate.shape
+    assert gate.is_contiguous()
+    assert up.is_contiguous()
+    assert shared_gate is None or shared_gate.is_contiguous()
+    parts = torch.empty((n_parts, n, d), dtype=torch.bfloat16, device=gate.device)
+    swiglu_kernel[(n, triton.cdiv(d, 512))](
+        gate,
+        up,
+        gate if shared_gate is None else shared_gate,
+        parts,
+        n * d,
+        d,
+        BLOCK=512,
+        GATED=shared_gate is not None,
+        PARTS=n_parts,
+        num_warps=4,
+    )
+    return parts
+
+
+@triton.jit
+def gated_norm_kernel(
+    x,
+    gate,
+    gamma,
+    out,
+    parts,
+    part_stride,
+    eps,
+    D: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """One head of a row: rms norm of x, times sigmoid or silu of the gate, f32 and parts."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, D)
+    at = (row * tl.num_programs(1) + tl.program_id(1)) * D + i
+    value = tl.load(x + at)
+    value = value * tl.rsqrt(tl.sum(value * value, 0) / D + eps) * tl.load(gamma + i)
+    g = tl.load(gate + at)
+    factor = sigmoid_of(g)
+    if not SIGMOID:
+        factor = factor * g
+    tl.store(out + at, value * factor)
+    store_parts(parts, at, part_stride, value * factor, i < D, PARTS)
+
+
+def gated_norm_parts(
+    x: Tensor, gate: Tensor, gamma: Tensor, *, eps: float, sigmoid_gate: bool, n_parts: int
+) -> tuple[Tensor, Tensor]:
+    """x f32 [n, heads, d] normed by gamma [d], gated by gate f32 [n, heads * d]: f32 [n, heads * d], and bf16 [n_parts,
+    n, heads * d]."""
+    n, heads, d = x.shape
+    assert x.is_contiguous()
+    assert gate.is_contiguous()
+    assert d == triton.next_power_of_2(d)
+    out = torch.empty((n, heads * d), dtype=torch.float32, device=x.device)
+    parts = torch.empty((n_parts, n, heads * d), dtype=torch.bfloat16, device=x.device)
+    gated_norm_kernel[(n, heads)](
+        x, gate, gamma, out, parts, x.numel(), eps, D=d, SIGMOID=sigmoid_gate, PARTS=n_parts, num_warps=1
+    )
+    return out, parts

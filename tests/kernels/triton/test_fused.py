@@ -1,0 +1,96 @@
+"""What stands between the matrices against the reference's steps, and the parts that matrices get."""
+
+import pytest
+import torch
+
+from makeway.kernels import reference
+from makeway.kernels import reference_blocks as blocks
+from makeway.kernels.triton import fused
+from makeway.kernels.triton.gated_delta import gated_delta
+from tests.kernels.triton.paged import batch, padded
+from tests.kernels.triton.test_delta import D_K, D_V, HEADS, K_HEADS, TAPS, close, conv_state, delta_state, on
+
+
+def randn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def same_as_parts(parts, x):
+    """Two parts hold x to 2^-16 of it, one to 2^-8."""
+    limit = 2**-16 if parts.shape[0] == 2 else 2**-8
+    torch.testing.assert_close(parts.float().sum(0), x, rtol=limit, atol=1e-30)
+
+
+@pytest.mark.parametrize("n_parts", [1, 2])
+def test_stream_norm_with_and_without_something_added(n_parts, device):
+    h, inject, out, gamma = randn(3, 4, 20), randn(3, 4, seed=1), randn(3, 20, seed=2), randn(80, seed=3)
+    for added in (None, (inject, out)):
+        expected_h = h if added is None else blocks.hc_combine(h, inject, out)
+        expected = reference.rms_norm(expected_h, gamma.view(4, 20), 1e-6).reshape(3, -1)
+        on_device = None if added is None else (inject.to(device), out.to(device))
+        new_h, normed, parts = fused.stream_norm(
+            h.to(device), gamma.to(device), eps=1e-6, n_parts=n_parts, added=on_device
+        )
+        torch.testing.assert_close(new_h.cpu(), expected_h)
+        torch.testing.assert_close(normed.cpu(), expected, rtol=1e-5, atol=1e-6)
+        same_as_parts(parts.cpu(), normed.cpu())
+    combined = fused.hc_combine(h.to(device), inject.to(device), out.to(device))
+    torch.testing.assert_close(combined.cpu(), blocks.hc_combine(h, inject, out))
+
+
+@pytest.mark.parametrize("n_streams", [1, 3, 4])
+def test_the_end_of_a_mixer(n_streams, device):
+    up, normed, raw = randn(2, n_streams * 300), randn(2, n_streams * 300, seed=1), randn(2, n_streams, seed=2)
+    expected = (reference.sigmoid(up) * normed).view(2, n_streams, 300).mean(1)
+    x, parts, inject = fused.mixed(up.to(device), normed.to(device), raw.to(device), n_streams=n_streams, n_parts=2)
+    torch.testing.assert_close(x.cpu(), expected, rtol=1e-5, atol=1e-6)
+    same_as_parts(parts.cpu(), x.cpu())
+    torch.testing.assert_close(inject.cpu(), 2 * reference.sigmoid(raw / n_streams), rtol=1e-5, atol=1e-6)
+    assert fused.mixed(up.to(device), normed.to(device), None, n_streams=n_streams, n_parts=1)[2] is None
+
+
+def test_activations_in_front_of_matrices(device):
+    x, y, factor = randn(2, 600), randn(2, 600, seed=1), randn(2, 1, seed=2)
+    parts = fused.silu_parts(x.to(device), scale=0.25, n_parts=2)
+    torch.testing.assert_close(parts.cpu().float().sum(0), reference.silu(x * 0.25), rtol=1e-4, atol=1e-6)
+    parts = fused.swiglu_parts(x.to(device), y.to(device), factor.to(device), n_parts=2)
+    expected = reference.silu(x) * y * reference.sigmoid(factor)
+    torch.testing.assert_close(parts.cpu().float().sum(0), expected, rtol=1e-4, atol=1e-6)
+    parts = fused.swiglu_parts(x.to(device), y.to(device), None, n_parts=2)
+    torch.testing.assert_close(parts.cpu().float().sum(0), reference.silu(x) * y, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("keep", "sigmoid_gate"), [(False, True), (True, False)])
+def test_gated_delta(keep, sigmoid_gate, device):
+    channels = 2 * K_HEADS * D_K + HEADS * D_V
+    rows = batch([(9, 3), (4, 1)], device, block_tokens=16, replays=[2, 0], padding=1, keep=keep)
+    theirs_conv, theirs = conv_state(1, channels), delta_state(True)
+    ours_conv, ours = on(theirs_conv, device), on(theirs, device)
+    inputs = {
+        "qkv": randn(4, channels),
+        "gate": randn(4, HEADS * D_V, seed=1),
+        "alpha": randn(4, HEADS, seed=2),
+        "beta": randn(4, HEADS, seed=3),
+    }
+    weights = {
+        "conv": randn(channels, TAPS, seed=4),
+        "a": -torch.rand(HEADS),
+        "dt_bias": randn(HEADS, seed=5),
+        "norm": randn(D_V, seed=6),
+    }
+    options = {"eps": 1e-6, "sigmoid_gate": sigmoid_gate}
+    expected = blocks.gated_delta(**inputs, **weights, **options, conv_state=theirs_conv, state=theirs, rows=rows.rows)
+    out, parts = gated_delta(
+        **{name: padded(t, 1, torch.nan).to(device) for name, t in inputs.items()},
+        **{name: t.to(device) for name, t in weights.items()},
+        **options,
+        conv_state=ours_conv,
+        state=ours,
+        rows=rows.fixed,
+        scratch=None,
+        n_parts=2,
+    )
+    torch.testing.assert_close(out[:4].cpu(), expected, rtol=1e-4, atol=1e-5)
+    same_as_parts(parts[:, :4].cpu(), out[:4].cpu())
+    close(ours, theirs)
+    close(ours_conv, theirs_conv)
