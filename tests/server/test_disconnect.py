@@ -7,9 +7,11 @@ import time
 import pytest
 from openai import OpenAI
 
-from makeway import SamplingParams
+from makeway import Engine, EngineConfig, SamplingParams
 from makeway.server import respond
-from tests.server.conftest import NAME, running, small_engine, until
+from tests.conftest import golden_path
+from tests.devices import FlakyDevice
+from tests.server.conftest import FAST, NAME, running, small_engine, until
 from tests.server.engines import ScriptedEngine
 from tests.server.http import ask, events_of, opened, read_until
 
@@ -148,3 +150,32 @@ def test_complaint_15_a_failing_engine_is_told_to_every_client_at_once(path, str
         assert status == 503
         assert json.loads(content) | {"since_s": 0} == {"status": "failed", "reason": "a slot is torn", "since_s": 0}
         assert ask(up, path, body)[0] == 503
+
+
+def test_complaint_15_an_engine_whose_device_fails_comes_back_and_is_right(caplog):
+    """A device that fails in the middle of an answer: its client is told, the engine is rebuilt, the next is right."""
+    body = {"prompt": "The router", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    device = FlakyDevice()
+
+    def load(progress):
+        config = EngineConfig(device="cpu", context=512, slots=1)
+        return Engine(golden_path(FAST), config, device=device, progress=progress)
+
+    def text(content):
+        return json.loads(content)["choices"][0]["text"]
+
+    with running(load, restart_on_failure=True) as up:
+        status, _, content = ask(up, "/v1/completions", body)
+        assert status == 200
+        expected = text(content)
+        with opened(up, "/v1/completions", body | {"max_tokens": 400, "stream": True}) as sock:
+            read_until(sock, b"data: ")
+            device.fail_at = device.n_calls + 10
+            data = read_until(sock, b"[DONE]")
+        assert b"flaky device" in data
+        until(lambda: up.loop.health.state == "ok" and up.loop.health.n_restarts == 1)
+        status, _, content = ask(up, "/v1/completions", body)
+        assert status == 200
+        assert text(content) == expected
+        assert json.loads(ask(up, "/status", method="GET")[2])["n_restarts"] == 1
+    assert "flaky device" in caplog.text
