@@ -3,6 +3,7 @@
 Owns that bar and line. Never chooses anything. Hazard: everything goes to stderr; stdout is for answers.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -12,8 +13,13 @@ from makeway.config import EngineConfig
 from makeway.engine import Engine
 
 
-def load_engine(model: Path, config: EngineConfig, *, console: Console) -> Engine:
-    """The engine, loaded with progress on `console`. Raises UserError, OutOfPlan."""
+def load_engine(
+    model: Path, config: EngineConfig, *, console: Console, tell: Callable[[int, int], None] | None = None
+) -> Engine:
+    """The engine, loaded with progress on `console`; `tell(bytes done, bytes in all)` hears of it too.
+
+    Raises UserError, OutOfPlan, and what `tell` raises.
+    """
     bar = Progress(
         TextColumn("loading experts"),
         BarColumn(),
@@ -26,7 +32,13 @@ def load_engine(model: Path, config: EngineConfig, *, console: Console) -> Engin
     )
     with bar:
         task = bar.add_task("experts", total=None)
-        engine = Engine.load(model, config, progress=lambda done, total: bar.update(task, completed=done, total=total))
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+            if tell is not None:
+                tell(done, total)
+
+        engine = Engine.load(model, config, progress=progress)
     console.print(chosen(engine), highlight=False, style="dim", soft_wrap=True)
     return engine
 

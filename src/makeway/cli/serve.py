@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from makeway.cli import options as o
+from makeway.cli.loading import load_engine
 from makeway.engine import Engine
 from makeway.errors import UserError
 from makeway.server.app import Server
@@ -125,7 +127,7 @@ def serve_command(
         print(f"makeway: loading {model}", file=sys.stderr, flush=True)
 
         def load(progress: Progress) -> Engine:
-            return Engine.load(model, engine_config, progress=progress)
+            return load_engine(model, engine_config, console=Console(stderr=True), tell=progress)
 
         server = Server(config, load)
         if not config.api_keys and host not in ("127.0.0.1", "::1", "localhost"):

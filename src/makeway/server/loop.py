@@ -175,7 +175,8 @@ class EngineLoop:
                     while self._turn(engine):
                         pass
                 except MakewayError as error:
-                    logger.error("the engine failed: %s", error)
+                    if not self._stop:
+                        logger.error("the engine failed: %s", error)
                     self._fail(error)
                 except Exception as error:
                     logger.exception("the engine failed")
