@@ -13,6 +13,7 @@ from makeway.config import EngineConfig
 from makeway.device import CpuDevice
 from makeway.engine import Engine
 from makeway.engine.backend import ReferenceBackend
+from makeway.kernels import Ops
 
 CONFIG = EngineConfig(device="cpu", context=512, parallel=1, slots=8, prefix_ram=0, drafter="none")
 
@@ -71,7 +72,7 @@ def test_a_watched_engine_says_the_same_and_names_its_kernels(rig):
     with in_memory(synthesize(SHAPES["tiny-flash-next"])) as file, Engine(file, CONFIG) as engine:
         assert read(engine, tokens) == read(rig.engine, tokens)
     kernels = rig.recorder.kernels
-    assert {"reference: linear", "reference: delta_step", "reference: experts of a step"} <= kernels
+    assert {"reference: linear", "reference: gated_delta", "reference: experts of a step"} <= kernels
     assert "reference: replay_delta" not in kernels  # nothing was drafted
 
 
@@ -85,8 +86,11 @@ def test_kernels_that_are_not_the_reference_are_told_apart():
         return x
 
     backend = ReferenceBackend(CpuDevice())
-    object.__setattr__(backend, "ops", type(backend.ops)("mixed", silu=other))
+    notes = {}
+    backend.ops = Ops("fast", silu=other, notes=notes)
     recorder = Recorder()
     watched = watched_backend(backend, recorder)
     watched.ops.silu(torch.zeros(3))
-    assert recorder.kernels == {"triton: silu"}
+    assert recorder.kernels == {"fast: silu"}
+    notes["linear Q8_0 of 33"] = "reference"  # an implementation that hands a call on says so
+    assert recorder.kernels == {"fast: silu", "reference: linear Q8_0 of 33"}

@@ -6,7 +6,7 @@ Hazard: on a GPU the times are those of CUDA events, so they are read only after
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
@@ -22,7 +22,7 @@ from makeway.experts.cached import CachedExperts
 from makeway.experts.executors import StepExperts
 from makeway.experts.pieces import Pieces, ReferencePieces
 from makeway.experts.routed import RoutedInput
-from makeway.kernels import Ops
+from makeway.kernels import REFERENCE, Ops
 from makeway.kv import Batch
 from makeway.memory.arena import Arena, View
 from makeway.models import Model
@@ -46,15 +46,21 @@ class Span:
 
 
 class Recorder:
-    """`on()` for a while, then `spans()`. `kernels`: names of all operations that have run, whether on or off."""
+    """`on()` for a while, then `spans()`."""
 
     def __init__(self) -> None:
-        self.kernels: set[str] = set()
+        self.operations: set[str] = set()
+        self.notes: Mapping[str, str] = {}
         self.is_on = False
         self._on_gpu = False
         self._origin: _Mark = (0.0, None)
         self._open: list[tuple[str, _Mark, _Mark, int]] = []
         self._batch: tuple[_Mark, int] | None = None
+
+    @property
+    def kernels(self) -> set[str]:
+        """All operations that have run, whether on or off, each behind the name of what ran it."""
+        return self.operations | {_name(what, by) for what, by in self.notes.items()}
 
     @contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
@@ -152,20 +158,25 @@ class _WatchedBackend:
 
     def __init__(self, inner: Backend, recorder: Recorder) -> None:
         self._inner, self._recorder = inner, recorder
-        inner.ops = _named(inner.ops, recorder.kernels)
+        recorder.notes = inner.ops.notes
+        self._name = inner.ops.name
+        inner.ops = _named(inner.ops, recorder.operations)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def step_experts(self, cache: ExpertCache, arena: Arena, *, transient: View, rows: int) -> StepExperts:
         experts = self._inner.step_experts(cache, arena, transient=transient, rows=rows)
-        self._recorder.kernels.add(_name("experts of a step", is_reference=isinstance(experts, CachedExperts)))
+        self._ran("experts of a step", is_reference=isinstance(experts, CachedExperts))
         return experts
 
     def pieces(self, cache: ExpertCache, arena: Arena, *, workspace: View, piece_experts: int) -> Pieces:
         pieces = self._inner.pieces(cache, arena, workspace=workspace, piece_experts=piece_experts)
-        self._recorder.kernels.add(_name("experts of a sweep", is_reference=isinstance(pieces, ReferencePieces)))
+        self._ran("experts of a sweep", is_reference=isinstance(pieces, ReferencePieces))
         return _WatchedPieces(pieces, self._recorder)
+
+    def _ran(self, what: str, *, is_reference: bool) -> None:
+        self._recorder.operations.add(_name(what, REFERENCE.name if is_reference else self._name))
 
 
 def watched_backend(backend: Backend, recorder: Recorder) -> Backend:
@@ -211,8 +222,8 @@ def watched_model(model: Model, recorder: Recorder) -> Model:
     return cast(Model, _WatchedModel(model, recorder))
 
 
-def _name(what: str, *, is_reference: bool) -> str:
-    return f"{'reference' if is_reference else 'triton'}: {what}"
+def _name(what: str, by: str) -> str:
+    return f"{by}: {what}"
 
 
 def _named(ops: Ops, ran: set[str]) -> Ops:
@@ -225,10 +236,5 @@ def _named(ops: Ops, ran: set[str]) -> Ops:
 
         return operation
 
-    wrapped = {}
-    for field in fields(ops):
-        run = getattr(ops, field.name)
-        if callable(run):
-            where = str(getattr(run, "__module__", ""))
-            wrapped[field.name] = named(run, _name(field.name, is_reference=".reference" in where))
-    return replace(ops, **wrapped)
+    by, runs = ops.kernels, {f.name: getattr(ops, f.name) for f in fields(ops)}
+    return replace(ops, **{what: named(run, _name(what, by[what])) for what, run in runs.items() if callable(run)})

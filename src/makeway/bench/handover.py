@@ -52,7 +52,7 @@ def bench_handover(
     """
     if min(n_tokens, n_handovers, steps, first) < 1:
         raise UserError("--prompt, --handovers, --steps: use 1 or more")
-    with opened(setup) as rig:
+    with opened(setup, report) as rig:
         if rig.plan.request.sequences < 2:
             raise UserError("--parallel 1: an answer and a prompt are two sequences; use 2 or more")
         answer = rig.add(_FIRST_PROMPT, rig.tokens(_answer_tokens(n_handovers, steps=steps, first=first)))
@@ -66,7 +66,6 @@ def bench_handover(
         found = found[1:]  # in the first one kernels are compiled
         _put(rig, report, found)
         report.facts["handovers"] = [{"pause_s": i.pause_s, **asdict(i.handover)} for i in found]
-        rig.describe(report)
 
 
 def _answer_tokens(n_handovers: int, *, steps: int, first: int) -> int:

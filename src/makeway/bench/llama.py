@@ -141,10 +141,10 @@ def side_by_side(report: Report, results: Sequence[Path], own: Sequence[Path]) -
             if line.gpu:
                 gpus.setdefault(line.gpu, path)
     for path in own:
-        for figure, gpu in _own_figures(path):
-            report.figures.append(figure)
-            if gpu:
-                gpus.setdefault(gpu, path)
+        figures, gpu = _own_figures(path)
+        report.figures += figures
+        if gpu:
+            gpus.setdefault(gpu, path)
     if len(gpus) > 1:
         where = "; ".join(f"{gpu}: {path}" for gpu, path in gpus.items())
         raise UserError(f"results of different GPUs cannot stand side by side ({where}); measure both on one")
@@ -152,7 +152,7 @@ def side_by_side(report: Report, results: Sequence[Path], own: Sequence[Path]) -
     report.facts["makeway_results"] = [str(path) for path in own]
 
 
-def _own_figures(path: Path) -> list[tuple[Figure, str | None]]:
+def _own_figures(path: Path) -> tuple[list[Figure], str | None]:
     """Rates in tokens per second out of a result of `bench decode` or `bench prefill`, and the GPU."""
     again = "give a result of `makeway bench decode` or `bench prefill`"
     try:
@@ -173,4 +173,4 @@ def _own_figures(path: Path) -> list[tuple[Figure, str | None]]:
         raise UserError(f"{path}: cannot be read: {fault.strerror}; {again}") from fault
     except (KeyError, TypeError, ValueError) as fault:
         raise UserError(f"{path}: not such a result ({fault!r}); {again}") from fault
-    return [(figure, gpu) for figure in figures]
+    return figures, gpu

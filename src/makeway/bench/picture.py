@@ -34,7 +34,7 @@ def bench_picture(report: Report, setup: Setup, path: Path, *, n_tokens: int = 8
     _matplotlib()
     if n_tokens < 1:
         raise UserError("--prompt: use 1 or more tokens")
-    with opened(setup) as rig:
+    with opened(setup, report) as rig:
         read(rig, rig.tokens(n_tokens))
         with rig.recorder.on(rig.engine.device.torch_device):
             prompt = read(rig, rig.tokens(n_tokens))
@@ -52,7 +52,6 @@ def bench_picture(report: Report, setup: Setup, path: Path, *, n_tokens: int = 8
             f"until the first token the link was busy {100 * busy['link']:.0f} % of the time, the device "
             f"{100 * busy['compute']:.0f} %; drawn in {path}"
         )
-        rig.describe(report)
 
 
 def union_s(spans: Sequence[Span], *, until: float) -> float:

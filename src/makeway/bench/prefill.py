@@ -48,13 +48,12 @@ def bench_prefill(
     """
     if not lengths or min(*lengths, *arms_at, *micro_batches, repeats) < 1:
         raise UserError("--lengths, --arms-at, --micro-batches, --repeats: use 1 or more")
-    with opened(setup) as rig:
+    with opened(setup, report) as rig:
         read(rig, rig.tokens(min(lengths)))  # kernels are compiled, and the cache is full afterwards
-        found = [_length(rig, report, n=n, repeats=repeats) for n in lengths]
+        found: list[dict[str, Any]] = report.facts.setdefault("prompts", [])
+        found.extend(_length(rig, report, n=n, repeats=repeats) for n in lengths)  # one by one: what is there stays
         for n in arms_at:
             found += _arms(rig, report, n=n, micro_batches=micro_batches)
-        report.facts["prompts"] = found
-        rig.describe(report)
 
 
 def read(rig: Rig, tokens: list[int]) -> Prompt:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from makeway.bench.activity import Recorder, watched_backend, watched_device, watched_model
 from makeway.bench.report import REFERENCE_NAME, Report
 from makeway.bench.shapes import SHAPES, Qwen4ExpShape
@@ -142,6 +144,12 @@ class Rig:
             "copy_all_tokens": plan.copy_all_tokens,
         }
         report.facts["bound_rates"] = vars(self.rates)
+        if self.engine.device.torch_device.type == "cuda":
+            peak = torch.cuda.max_memory_reserved(self.engine.device.torch_device)
+            report.facts["vram_peak_bytes"] = peak
+            report.remarks.append(
+                f"memory reserved at the peak: {peak / (1 << 30):.2f} of {plan.request.vram_bytes / (1 << 30):.2f} GiB"
+            )
         model, gib = report.facts["model"], 1 << 30
         report.remarks.append(
             f"{model['name']}: experts {model['expert_bytes'] / 1e9:.2f} GB, {plan.n_slots} of {plan.sizes.n_experts} "
@@ -158,12 +166,18 @@ class Rig:
 
 
 @contextmanager
-def opened(setup: Setup) -> Iterator[Rig]:
-    """The engine on the setup's model, closed at the end. Raises UserError, OutOfPlan."""
+def opened(setup: Setup, report: Report | None = None) -> Iterator[Rig]:
+    """The engine on the setup's model, closed at the end; then the report says what was measured, even when the
+    measurement broke off. Raises UserError, OutOfPlan."""
     recorder = Recorder()
     with in_memory(synthesize(setup.model_shape(), setup.knobs)) as file:
         device = watched_device(setup.config, recorder)
         backend = watched_backend(open_backend(setup.config.kernels, device), recorder)
         with Engine(file, setup.config, device=device, backend=backend, rates=setup.rates) as engine:
             engine.memory.model = watched_model(engine.memory.model, recorder)
-            yield Rig(engine, setup, recorder)
+            rig = Rig(engine, setup, recorder)
+            try:
+                yield rig
+            finally:
+                if report is not None:
+                    rig.describe(report)

@@ -23,7 +23,7 @@ from makeway.bench.shapes import SHAPES
 from makeway.bench.topics import Knobs
 from makeway.cli import options as o
 from makeway.config import parse_bytes
-from makeway.errors import UserError
+from makeway.errors import MakewayError, UserError
 from makeway.memory.rates import read_rates
 
 ResultsOption = Annotated[
@@ -31,6 +31,11 @@ ResultsOption = Annotated[
 ]
 RepeatsOption = Annotated[int, typer.Option("--repeats", help="Runs of each measurement, after the warm-up.")]
 RESULTS = Path("bench", "results")
+
+
+def _console() -> Console:
+    """As wide as the terminal; wide enough for a table where there is none."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 200)
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,7 @@ def _common(
 
 def measured(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A command out of a function of (report, common, own options): it gets the shared options too, and its report is
-    printed and written at the end."""
+    printed and written at the end, or as far as it went when the measurement breaks off."""
 
     def wrap(run: Callable[..., None]) -> Callable[..., None]:
         own = list(inspect.signature(run).parameters.values())[2:]
@@ -112,8 +117,15 @@ def measured(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
             common = _common(**{p.name: given[p.name] for p in shared})
             arguments = ["bench", name, *_flags([*own, *shared], given)]
             report = Report(name, arguments, allow_reference=common.allow_reference)
-            run(report, common, **{p.name: given[p.name] for p in own})
-            report.finish(common.results, Console(highlight=False))
+            try:
+                run(report, common, **{p.name: given[p.name] for p in own})
+            except (KeyboardInterrupt, MakewayError, RuntimeError) as fault:
+                if report.figures:
+                    report.facts["broke_off"] = f"{type(fault).__name__}: {fault}"
+                    report.remarks.append(f"INCOMPLETE, broke off ({report.facts['broke_off']})")
+                    report.finish(common.results, _console())
+                raise
+            report.finish(common.results, _console())
 
         command.__doc__ = run.__doc__
         parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *shared)]
@@ -158,7 +170,7 @@ def link_command(
     settings = {"--device": device, "--repeats": str(repeats), "--host-memory": host_memory}
     report = Report("link", ["bench", "link", *(part for setting in settings.items() for part in setting)])
     bench_link(report, device=device, repeats=repeats, host_bytes=parse_bytes(host_memory, "--host-memory"))
-    report.finish(results, Console(highlight=False))
+    report.finish(results, _console())
 
 
 @measured("decode")
@@ -261,7 +273,7 @@ def llama_command(
         if not report.figures:
             raise UserError(f"--earlier {shape}: nothing was measured; choose qwen3-30b-a3b or flash-next")
     llama.side_by_side(report, llama_results or (), own or ())
-    report.finish(results, Console(highlight=False))
+    report.finish(results, _console())
 
 
 COMMANDS: dict[str, Callable[..., None]] = {
