@@ -36,6 +36,21 @@ def test_run_writes_the_answer_and_nothing_else_to_stdout(capsys):
     assert err == ""
 
 
+def test_drafts_are_in_the_summary_and_change_nothing(capsys):
+    arguments = ("run", golden_path("qwen35moe-base-bf16.gguf"), "-p", "The router", "-n", 6, "--ignore-eos", "--json")
+    documents, summaries = [], []
+    for drafter, *more in (("none",), ("mtp", "--draft-depth", 2), ("mtp+lookup",)):
+        code, out, err = run(capsys, *arguments, "--drafter", drafter, *more)
+        assert code == 0
+        documents.append(json.loads(out))
+        summaries.append(err)
+    assert documents[0]["tokens"] == documents[1]["tokens"] == documents[2]["tokens"]
+    assert documents[1]["timings"]["drafts"]["n_drafted"] > 0
+    assert documents[1]["status"]["drafts"]["drafter"] == "mtp"
+    assert "drafts accepted" not in summaries[0]
+    assert "drafts accepted" in summaries[1]
+
+
 def test_chat_uses_the_template_of_the_file(capsys):
     path = golden_path(MODEL)
     code, chat, _ = run(capsys, "run", path, "-p", "hi", "-n", 3, "--chat", "--system", "x", "--json", "-q")
@@ -53,6 +68,8 @@ def test_chat_uses_the_template_of_the_file(capsys):
         (["run", "MODEL", "-p", "a", "-t", "nan"], "temperature"),
         (["run", "MODEL", "-p", "a", "-c", "99999"], "longest context is 4096"),
         (["run", "MODEL", "-p", "a", "--device", "tpu"], "auto, cpu or cuda"),
+        (["run", "MODEL", "-p", "a", "--drafter", "mtp"], "has no MTP block"),
+        (["run", "MODEL", "-p", "a", "--draft-depth", "-1"], "use auto, or a number"),
         (["run", "MODEL", "-p", "a", "--system", "b"], "--chat"),
         (["run", "FOLDER", "-p", "a"], "directory"),
         (["run", "TEXT", "-p", "a"], "not a GGUF"),
