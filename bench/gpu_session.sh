@@ -4,7 +4,7 @@
 #   bench/gpu_session.sh [--within SECONDS] [--python PYTHON] [STEP ...]      all steps when none is named
 #
 # Steps: link, then decode, prefill, handover and picture of flash48 (Flash-Next, 48 layers, 24 GiB, 262,144 tokens of
-# context), flash24 and 30b (the files that llama.cpp was measured with: 9 and 10 GiB of slots, router scale 0.4).
+# context), flash24 and 30b (as llama.cpp was measured: 9 and 10 GiB of slots, router rows scaled by rank^-0.4).
 # A step that fails or runs out of time (it then writes what it has) does not stop the others; the exit status is the
 # number of such steps. Results go to $OUT/session.tar.gz when OUT is set, packed again after every step, else to
 # bench/results. `link` must have run once before the others: they take their bounds from the newest link-*.json.
@@ -12,7 +12,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-within=540 python=python3 steps=()
+within=505 python=python3 steps=()
 while [ $# -gt 0 ]; do
     case "$1" in
     --within) within=$2 && shift 2 ;;
@@ -78,7 +78,7 @@ for step in "${steps[@]}"; do
     fi
     began=$SECONDS
     echo "== $step: makeway ${command[*]}"
-    timeout --signal=INT --kill-after=15 $((limit < left ? limit : left)) \
+    timeout --signal=INT --kill-after=30 $((limit < left ? limit : left)) \
         "$python" -c 'from makeway.cli import main; main()' "${command[@]}" 2>&1 | tee -a "$results/session.log" | cut -c 1-400
     status=${PIPESTATUS[0]}
     echo "== $step: status $status after $((SECONDS - began)) s"

@@ -18,7 +18,7 @@ from makeway.errors import UserError
 BUILD = "b11549"
 GPU_LAYERS = 99
 
-# Files of `bench/synth.py --skew 0.4 --locality 0`, experts in pinned host memory, one sequence, one H200.
+# Random quantised blocks, router rows scaled by rank^-0.4, experts in pinned host memory, one sequence, one H200.
 _EARLIER: tuple[tuple[str, str, str, tuple[float, ...]], ...] = (
     ("qwen3-30b-a3b", "ub 512", "prompt of 8192", (1992.0,)),
     ("qwen3-30b-a3b", "ub 2048", "prompt of 8192", (4927.0,)),

@@ -51,9 +51,11 @@ def bench_prefill(
     with opened(setup, report) as rig:
         read(rig, rig.tokens(min(lengths)))  # kernels are compiled, and the cache is full afterwards
         found: list[dict[str, Any]] = report.facts.setdefault("prompts", [])
-        found.extend(_length(rig, report, n=n, repeats=repeats) for n in lengths)  # one by one: what is there stays
-        for n in arms_at:
-            found += _arms(rig, report, n=n, micro_batches=micro_batches)
+        for n in (*lengths, *(n for n in arms_at if n not in lengths)):
+            if n in lengths:
+                found.append(_length(rig, report, n=n, repeats=repeats))
+            if n in arms_at:
+                found += _arms(rig, report, n=n, micro_batches=micro_batches)
 
 
 def read(rig: Rig, tokens: list[int]) -> Prompt:
