@@ -68,11 +68,12 @@ def test_the_log_has_no_text_of_prompts_unless_asked(caplog):
     for log_prompts in (False, True):
         caplog.clear()
         with caplog.at_level(logging.DEBUG), server(log_prompts=log_prompts) as up:
-            assert ask(up, "/v1/completions", BODY | {"prompt": secret})[0] == 200
+            status, fields, _ = ask(up, "/v1/completions", BODY | {"prompt": secret})
+            assert status == 200
             chat = {"messages": [{"role": "user", "content": secret}], "max_tokens": 0}
             assert ask(up, "/v1/chat/completions", chat)[0] == 400
         assert (secret in caplog.text) == log_prompts
-        assert "POST /v1/completions 200" in caplog.text
+        assert f"{fields['x-request-id']} POST /v1/completions 200" in caplog.text
 
 
 def test_a_mistake_of_the_server_is_a_500_without_details(up, monkeypatch, caplog):

@@ -6,6 +6,7 @@ tells endpoints which client it is; without this middleware nobody is checked.
 
 import hmac
 import logging
+import secrets
 import time
 from collections.abc import Sequence
 from urllib.parse import urlsplit
@@ -22,6 +23,7 @@ logger = logging.getLogger("makeway.server")
 
 OPEN_PATHS = ("/health", "/", "/favicon.ico")  # a page must load before its user can enter a key
 OPEN_PREFIX = "/static/"
+_ID_HEADERS = (b"x-request-id", b"request-id")  # where OpenAI's and Anthropic's clients look
 
 
 class Guard:
@@ -38,11 +40,14 @@ class Guard:
             await self._app(scope, receive, send)
             return
         started_s, status = time.monotonic(), 0
+        request_id = secrets.token_hex(8)
 
         async def watched(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                named = [(name, request_id.encode()) for name in _ID_HEADERS]
+                message = {**message, "headers": [*message["headers"], *named]}
             await send(message)
 
         try:
@@ -53,7 +58,7 @@ class Guard:
         except ApiError as error:
             await error_response(scope["path"], error)(scope, receive, watched)
         except Exception:
-            logger.exception("a request to %s failed", scope["path"])
+            logger.exception("request %s to %s failed", request_id, scope["path"])
             if status:  # the answer has begun: the connection is cut, so that nobody takes it for a whole one
                 raise
             mistake = ApiError(500, "the server made a mistake; its log says more")
@@ -61,7 +66,7 @@ class Guard:
         finally:
             self._metrics.responded(status)
             took_ms = 1000 * (time.monotonic() - started_s)
-            logger.info("%s %s %d %.0f ms", scope["method"], scope["path"], status, took_ms)
+            logger.info("%s %s %s %d %.0f ms", request_id, scope["method"], scope["path"], status, took_ms)
 
     def _check(self, scope: Scope) -> str:
         """The client's name for the fair queue; raises ApiError (401, 403)."""
