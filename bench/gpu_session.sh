@@ -4,7 +4,8 @@
 #   bench/gpu_session.sh [--within SECONDS] [--python PYTHON] [STEP ...]      all steps when none is named
 #
 # Steps: link, then decode, prefill, handover and picture of flash48 (Flash-Next, 48 layers, 24 GiB, 262,144 tokens of
-# context), flash24 and 30b (as llama.cpp was measured: 9 and 10 GiB of slots, router rows scaled by rank^-0.4).
+# context), flash24 and 30b (as llama.cpp was measured: 9 and 10 GiB of slots, router rows scaled by rank^-0.4),
+# and prefill and decode of bf16 (the 30B with 16 layers, bf16 experts, 63 % of them in slots).
 # A step that fails or runs out of time (it then writes what it has) does not stop the others; the exit status is the
 # number of such steps. Results go to $OUT/session.tar.gz when OUT is set, packed again after every step, else to
 # bench/results. `link` must have run once before the others: they take their bounds from the newest link-*.json.
@@ -23,7 +24,7 @@ while [ $# -gt 0 ]; do
 done
 if [ ${#steps[@]} -eq 0 ]; then
     steps=(link decode-flash48 prefill-flash48 decode-flash24 prefill-flash24 decode-30b prefill-30b handover-flash48
-        picture-flash48)
+        picture-flash48 prefill-bf16 decode-bf16)
 fi
 results=bench/results
 if [ -n "${OUT:-}" ]; then results=$(mktemp -d); fi
@@ -36,6 +37,7 @@ fi
 
 flash48=(--shape flash-next --layers 48 --ple-rows 0 --vram 24GiB --context 262144)
 flash24=(--shape flash-next --layers 24 --ple-rows 0 --vram 24GiB --slots 131 --skew 0.4 --locality 0)
+bf16=(--shape qwen3-30b-a3b-bf16 --vram 24GiB --slots 81)
 a30b=(--shape qwen3-30b-a3b --vram 24GiB --slots 81 --skew 0.4 --locality 0)
 
 # limit in seconds, then the arguments of `makeway bench`; empty for a step that does not exist
@@ -48,6 +50,8 @@ arguments() {
     prefill-flash48) echo 150 prefill "${flash48[@]}" --lengths 256,1024,8192,32768,119000 --repeats 2 ;;
     prefill-flash24) echo 60 prefill "${flash24[@]}" --lengths 256,8192 --arms-at 8192 ;;
     prefill-30b) echo 50 prefill "${a30b[@]}" --lengths 256,8192,32768 --arms-at 8192 ;;
+    prefill-bf16) echo 60 prefill "${bf16[@]}" --lengths 256,8192,32768 --arms-at 8192 ;;
+    decode-bf16) echo 60 decode "${bf16[@]}" --rows 1 --contexts 256,8192,32768 --hits 100,0 --steps 16 ;;
     handover-flash48) echo 80 handover "${flash48[@]}" --prompt 8192 --handovers 5 ;;
     picture-flash48) echo 60 picture "$results/prompt.png" "${flash48[@]}" --prompt 8192 ;;
     esac

@@ -23,8 +23,9 @@ def test_flash_next_is_as_big_as_the_real_one():
     assert n_bytes(REAL, "") == pytest.approx(111e9, rel=0.02)
 
 
-def test_the_30b_has_16_gb_of_experts():
+def test_the_30b_has_16_gb_of_experts_or_19_of_bf16_in_16_layers():
     assert n_bytes(SHAPES["qwen3-30b-a3b"], "_exps") == pytest.approx(16.3e9, rel=0.01)
+    assert n_bytes(SHAPES["qwen3-30b-a3b-bf16"], "_exps") == pytest.approx(19.3e9, rel=0.01)
 
 
 @pytest.mark.parametrize("shape", [REAL, SHAPES["tiny-flash-next"]], ids=["real", "tiny"])

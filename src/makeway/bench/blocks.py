@@ -109,7 +109,14 @@ def _q6_k(blocks: Bytes, std: float, rng: Rng) -> None:
     blocks[:, 192:208] = sc.view(np.uint8)
 
 
+def _bf16(blocks: Bytes, std: float, rng: Rng) -> None:
+    """Uniform values; the upper halves of float32."""
+    values = rng.uniform(-(3**0.5) * std, 3**0.5 * std, len(blocks)).astype(np.float32)
+    blocks[:] = (values.view(np.uint32) >> 16).astype("<u2").view(np.uint8).reshape(-1, 2)
+
+
 _SETTERS: dict[GGMLType, _Setter] = {
+    GGMLType.BF16: _bf16,
     GGMLType.Q4_0: _symmetric(GGMLType.Q4_0, 16),
     GGMLType.Q5_0: _symmetric(GGMLType.Q5_0, 32),
     GGMLType.Q8_0: _symmetric(GGMLType.Q8_0, 256),

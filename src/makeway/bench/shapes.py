@@ -309,6 +309,8 @@ def _primes_below(limit: int, count: int) -> list[int]:
 SHAPES: dict[str, Shape] = {
     "flash-next": Qwen4ExpShape(),
     "qwen3-30b-a3b": Qwen3MoeShape(),
+    # 19.3 GB of experts in 16 layers, as another program's own dummy weights are.
+    "qwen3-30b-a3b-bf16": Qwen3MoeShape(n_layers=16, gate_up=T.BF16, down=T.BF16),
     # A few layers of each kind at toy width: seconds on a CPU, K-quants and all.
     "tiny-flash-next": Qwen4ExpShape(
         n_layers=4,
