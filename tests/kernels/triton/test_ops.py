@@ -30,6 +30,7 @@ def test_a_matrix_that_no_kernel_reads_is_named(device):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("name", "limit"), [("qwen3moe-base-bf16", 0.03), ("qwen4exp-k96-UD-Q4_K_XL", 0.06)])
 def test_a_golden_model_reads_a_chunk_and_then_steps(name, limit, device):
     if device.type != "cpu":

@@ -113,8 +113,8 @@ def conv_kernel(
         tl.store(tail + t * channels + c[None, :], value, mask=mask)
         if MODE == 2:
             for r in range(n):
-                value = tl.load(x + (first + r).to(tl.int64) * x_stride + c, mask=inside)
-                tl.store(kept + r * kept_row + c, value, mask=inside)
+                new_row = tl.load(x + (first + r).to(tl.int64) * x_stride + c, mask=inside)
+                tl.store(kept + r * kept_row + c, new_row, mask=inside)
 
 
 def conv_step(x: Tensor, kernel: Tensor, *, state: ConvState, rows: Rows, dilation: int = 1) -> Tensor:

@@ -20,6 +20,7 @@ from makeway.kernels.triton.linear import MAX_ROWS
 from makeway.kernels.triton.small import sigmoid_of, softplus_of
 
 DELTA_COLUMNS = 32  # columns of a head's state in a program
+DELTA_WARPS = 4
 
 
 @triton.jit
@@ -263,7 +264,7 @@ def run_delta(
         COLUMNS=columns,
         MODE=mode,
         RAW=raw is not None,
-        num_warps=4,
+        num_warps=DELTA_WARPS,
     )
 
 

@@ -160,9 +160,9 @@ def mix_kernel(
     store_parts(parts, at, part_stride, total, inside, PARTS)
     if INJECT:
         if tl.program_id(1) == 0:
-            s = tl.arange(0, PADDED_STREAMS)
-            raw = tl.load(raw_inject + row * N_STREAMS + s, mask=s < N_STREAMS, other=0.0)
-            tl.store(inject + row * N_STREAMS + s, 2.0 * sigmoid_of(raw / N_STREAMS), mask=s < N_STREAMS)
+            k = tl.arange(0, PADDED_STREAMS)
+            raw = tl.load(raw_inject + row * N_STREAMS + k, mask=k < N_STREAMS, other=0.0)
+            tl.store(inject + row * N_STREAMS + k, 2.0 * sigmoid_of(raw / N_STREAMS), mask=k < N_STREAMS)
 
 
 def mixed(

@@ -24,6 +24,7 @@ N_BINS = 1 << (31 - LOW_BITS)
 CHUNK_ROWS = 16  # rows of a chunk whose scores are made together
 SCORE_KEYS = 64  # blocks a program scores
 SELECT_TILE = 8192  # scores looked at in one turn
+SELECT_WARPS = 16
 BIN_TILE = 4096
 SMALL_LIST = 1024  # candidates that are searched without reading them again
 
@@ -395,5 +396,5 @@ def _select_rows(
         TILE=SELECT_TILE,
         SMALL=SMALL_LIST,
         SELECT=triton.next_power_of_2(n_select),
-        num_warps=16,
+        num_warps=SELECT_WARPS,
     )

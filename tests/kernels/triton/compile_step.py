@@ -1,0 +1,138 @@
+"""Compiles the kernels of a decode step that are no matrices ahead of time, without a GPU, at the real models' shapes.
+
+`python -m tests.kernels.triton.compile_step [name...]` prints one JSON list: name, architecture, bytes of shared
+memory.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from makeway.kernels.triton import attend, conv, delta, fused, index, small
+from tests.kernels.triton.compile_kernels import compiled
+
+Case = tuple[str, Any, dict[str, Any], dict[str, str]]
+
+INTS = "row_segment block_tables blocks selected first_row n_rows places n_replay bins candidates"
+FLOATS = (
+    "x y q k v gate up keys values gamma raw ring logits weights sums kernel tail kept state decay beta kept_k kept_v"
+    " kept_gates a dt_bias gates_out h inject added new_h normed raw_inject shared_gate scores"
+)
+TYPES = {
+    **dict.fromkeys(INTS.split(), "*i32"),
+    **dict.fromkeys(FLOATS.split(), "*fp32"),
+    **dict.fromkeys(("scale", "eps", "q_scale"), "fp32"),
+    "positions": "*i64",
+    "turns": "*fp64",
+}
+PARTS = {**TYPES, "parts": "*bf16"}
+
+
+def attention() -> Iterator[Case]:
+    """Flash-Next's and the 30B's heads."""
+    yield "write", attend.write_kernel, {"BLOCK_TOKENS": 64, "BLOCK": 512, "num_warps": 4}, _pools("fp16")
+    for d, group in ((256, 12), (128, 8)):
+        for kind in ("fp16", "fp32"):
+            half, types = kind == "fp16", _pools(kind)
+            keys = attend.row_keys(d, half)
+            common = {"GROUP": group, "D": d, "BLOCK_TOKENS": 64, "HALF": half, "GATED": True}
+            row = {**common, "M": 16, "KEYS": keys, "num_warps": 4, "num_stages": 2}
+            for ratio, split in ((0, attend.SPLIT_KEYS), (4, attend.SPLIT_SELECTED)):
+                for tiles in (0, split // keys):
+                    constants = {**row, "RATIO": ratio, "TILES": tiles}
+                    yield f"row {d} {kind} {ratio} {tiles}", attend.row_kernel, constants, types
+            tiles = attend.chunk_tiling(d, half)
+            heads = 1 << (group - 1).bit_length()
+            constants = {
+                **common,
+                "HEADS": heads,
+                "QUERIES": max(1, tiles.rows // heads),
+                "KEYS": tiles.keys,
+                "num_warps": tiles.warps,
+                "num_stages": tiles.stages,
+            }
+            yield f"chunk {d} {kind}", attend.chunk_kernel, constants, types
+        constants = {"D": d, "RATIO": 4, "SPLIT": 64, "AT_ONCE": attend.COMBINE_SPLITS, "GATED": True, "num_warps": 4}
+        yield f"combine {d}", attend.combine_kernel, constants, TYPES
+
+
+def _pools(kind: str) -> dict[str, str]:
+    return {**TYPES, **dict.fromkeys(("key_pool", "value_pool", "pooled"), f"*{kind}")}
+
+
+def indexer() -> Iterator[Case]:
+    bins = {"N_BINS": index.N_BINS, "LOW_BITS": index.LOW_BITS, "RATIO": 4}
+    for kind in ("fp16", "fp32"):
+        sizes = {"N_RING": 16, "RATIO": 4, "PER_BLOCK": 16, "D": 128, "PADDED": 128, "HALF": 32}
+        constants = {**sizes, "POOL": True, "KEEP_RAW": True, "num_warps": 1}
+        yield f"pool {kind}", index.pool_kernel, constants, _pools(kind)
+        for rows, heads in ((1, 16), (index.CHUNK_ROWS, 4)):
+            constants = {
+                **bins,
+                "PER_BLOCK": 16,
+                "N_HEADS": 4,
+                "HEADS": heads,
+                "ROWS": rows,
+                "D": 128,
+                "KEYS": index.SCORE_KEYS,
+                "HALF": kind == "fp16",
+                "num_warps": 4,
+            }
+            yield f"score {rows} {kind}", index.score_kernel, constants, _pools(kind)
+    constants = {
+        **bins,
+        "BIN_TILE": index.BIN_TILE,
+        "TILE": index.SELECT_TILE,
+        "SMALL": index.SMALL_LIST,
+        "SELECT": 512,
+        "num_warps": 16,
+    }
+    yield "select", index.select_kernel, constants, {**TYPES, "out": "*i32"}
+
+
+def recurrent() -> Iterator[Case]:
+    for run, mode in ((True, 0), (True, 1), (True, 2), (False, 3)):
+        sizes = {"TAPS": 4, "DILATION": 1, "N_TAIL": 3, "ROWS": conv.CONV_ROWS, "BLOCK": 128, "TAIL_TILE": 4}
+        constants = {**sizes, "RUN": run, "MODE": mode, "NORM": True, "num_warps": 1}
+        yield f"conv {mode}", conv.conv_kernel, constants, TYPES
+    sizes = {"TAPS": 4, "DILATION": 3, "N_TAIL": 9, "ROWS": conv.CONV_ROWS, "BLOCK": 128, "TAIL_TILE": 16}
+    yield "conv of PLE", conv.conv_kernel, {**sizes, "RUN": True, "MODE": 2, "NORM": False, "num_warps": 1}, TYPES
+    for mode in (1, 2, 3):
+        sizes = {"GROUP": 0, "D_K": 128, "D_V": 128, "COLUMNS": delta.DELTA_COLUMNS, "MODE": mode, "RAW": True}
+        yield f"delta {mode}", delta.delta_kernel, {**sizes, "num_warps": 4}, TYPES
+    yield "keep", delta.keep_kernel, {"BLOCK": 1024, "num_warps": 4}, TYPES
+
+
+def others() -> Iterator[Case]:
+    yield "norm", small.norm_kernel, {"D": 2560, "PADDED": 4096, "HALF": 0, "MODE": 1, "num_warps": 4}, TYPES
+    yield "norm and rope", small.norm_kernel, {"D": 256, "PADDED": 256, "HALF": 32, "MODE": 1, "num_warps": 1}, TYPES
+    for function in range(4):
+        constants = {"FUNCTION": function, "BLOCK": 1024, "num_warps": 4}
+        yield f"pointwise {function}", small.pointwise_kernel, constants, TYPES
+    sizes = {"EXPERTS": 512, "PADDED": 512, "TOP_K": 10, "PADDED_K": 16, "num_warps": 1}
+    yield "route", small.route_kernel, sizes, TYPES
+    sizes = {"D": 2560, "PADDED": 4096, "ADD": True, "PARTS": 2, "num_warps": 8}
+    yield "stream norm", fused.stream_norm_kernel, sizes, PARTS
+    yield "streams combined", fused.combine_kernel, {"BLOCK": 1024, "num_warps": 4}, PARTS
+    yield "silu", fused.silu_kernel, {"BLOCK": 512, "PARTS": 2, "num_warps": 4}, PARTS
+    sizes = {"N_STREAMS": 4, "PADDED_STREAMS": 4, "BLOCK": 256, "INJECT": True, "PARTS": 2, "num_warps": 2}
+    yield "streams mixed", fused.mix_kernel, sizes, PARTS
+    yield "swiglu", fused.swiglu_kernel, {"BLOCK": 512, "GATED": True, "PARTS": 2, "num_warps": 4}, PARTS
+    yield "gated norm", fused.gated_norm_kernel, {"D": 128, "SIGMOID": True, "PARTS": 2, "num_warps": 1}, PARTS
+
+
+def main(names: list[str]) -> None:
+    found = []
+    for make in (attention, indexer, recurrent, others):
+        for name, kernel, constants, types in make():
+            if names and not any(name.startswith(n) for n in names):
+                continue
+            for arch in (86, 90):
+                result = compiled(kernel, constants, arch=arch, types=types)
+                found.append({"name": name, "arch": arch, "shared": result.metadata.shared})
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
