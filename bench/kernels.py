@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 from makeway.gguf.types import BLOCK_SIZES, GGMLType, row_bytes
 from makeway.kernels import Weight
 from makeway.kernels.triton import experts as ex
+from makeway.kernels.triton import step_plan
 from makeway.kernels.triton.linear import Scratch, Tiling, as_parts, linear, tiling
 from makeway.quants import QUANT_TYPES
 
@@ -166,7 +167,7 @@ class Layer:
         self.stride = slots.shape[1]
         self.store = slots.cpu().pin_memory()
         self.arena = torch.cat((slots.view(-1), torch.empty(80 * self.stride, dtype=torch.uint8, device="cuda")))
-        self.rooms = ex.Rooms(0, self.stride, n_experts * self.stride, self.stride)
+        self.rooms = step_plan.Rooms(0, self.stride, n_experts * self.stride, self.stride)
         self.scratch = Scratch(torch.device("cuda"))
         self.nothing = torch.zeros(n_experts, dtype=torch.uint8, device="cuda")
         self.no_spares = torch.zeros(0, dtype=torch.int32, device="cuda")
@@ -190,13 +191,13 @@ class Step:
         self.routing = torch.rand(n, layer.top_k, device="cuda")
         self.x = torch.randn(n, layer.layout.hidden, device="cuda").bfloat16()
         self.acc = torch.zeros(n, layer.layout.hidden, device="cuda")
-        self.buffers = ex.StepBuffers(
+        self.buffers = step_plan.StepBuffers(
             torch.device("cuda"), n=n, top_k=layer.top_k, hidden=layer.layout.hidden, width=layer.layout.width
         )
 
     def plan(self) -> None:
         layer = self.layer
-        ex.plan_step(
+        step_plan.plan_step(
             self.buffers,
             self.ids,
             routing=self.routing,
@@ -206,8 +207,8 @@ class Step:
             rooms=layer.rooms,
         )
 
-    def fetch(self, programs: int = ex.FETCH_PROGRAMS) -> None:
-        ex.fetch_missing(
+    def fetch(self, programs: int = step_plan.FETCH_PROGRAMS) -> None:
+        step_plan.fetch_missing(
             self.buffers,
             self.layer.store,
             self.layer.arena,
@@ -301,7 +302,7 @@ def run_layer(name: str, layer: Layer, *, sweep: bool) -> list[dict]:
 
 def expert_tilings(layout: ex.ExpertLayout) -> list[tuple[Tiling, Tiling]]:
     """Other tilings than the table's, one kernel's at a time."""
-    gate = ex.gate_up_tiling(layout.gate, layout.hidden)
+    gate, _ = ex.gate_up_tiling(layout.gate, layout.up, layout.hidden)
     down = ex.down_tiling(layout.down, layout.width)
     found = []
     for rows, warps in ((16, 1), (32, 2), (32, 4), (64, 4)):

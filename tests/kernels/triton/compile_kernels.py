@@ -16,15 +16,13 @@ from triton.compiler import ASTSource
 from makeway.gguf.types import BLOCK_SIZES, GGMLType
 from makeway.kernels.triton.experts import (
     COMBINE,
-    FETCH_WORDS,
     down_kernel,
     down_tiling,
-    fetch_kernel,
     gate_up_kernel,
     gate_up_tiling,
-    plan_kernel,
 )
 from makeway.kernels.triton.linear import linear_kernel, split_kernel, tiling
+from makeway.kernels.triton.step_plan import FETCH_WORDS, fetch_kernel, plan_kernel
 from makeway.kernels.triton.unpack import PLANES, planes_for
 
 POINTERS = {
@@ -86,11 +84,12 @@ def linear_case(
 def gate_up_case(
     gate: GGMLType, up: GGMLType, hidden: int, width: int
 ) -> tuple[str, Any, dict[str, Any], dict[str, str]]:
+    tiles, up_unroll = gate_up_tiling(gate, up, hidden)
     constants = {
         **planes_for(gate, hidden).arguments("G_"),
         **planes_for(up, hidden).arguments("U_"),
-        **gate_up_tiling(gate, hidden).arguments(),
-        "U_UNROLL": gate_up_tiling(up, hidden).unroll,
+        **tiles.arguments(),
+        "U_UNROLL": up_unroll,
         "ALIKE": gate == up,
         "X_PARTS": 2,
         "N": 8,

@@ -3,8 +3,10 @@ import torch
 
 from makeway.gguf.types import GGMLType
 from makeway.kernels import Weight
-from makeway.kernels.triton.experts import ExpertLayout, Rooms, StepBuffers, fetch_missing, plan_step, run_experts
+from makeway.kernels.triton.experts import ExpertLayout, gate_up_tiling, run_experts
 from makeway.kernels.triton.linear import Scratch
+from makeway.kernels.triton.step_plan import Rooms, StepBuffers, fetch_missing, plan_step
+from makeway.kernels.triton.unpack import PLANES, planes_for
 from makeway.quants import decode_rows
 from tests.kernels.triton.blocks import random_weight
 
@@ -122,37 +124,6 @@ def test_bits_do_not_depend_on_where_experts_lie_or_on_company(device):
     assert torch.equal(torch.cat(alone), all_missing)
 
 
-def test_the_plan_names_entries_spares_and_the_transient_region(device):
-    rig = Rig(LAYOUT, device)
-    rooms = rig.rooms
-    buffers = StepBuffers(device, n=3, top_k=2, hidden=32, width=32)
-    fetched = plan_step(
-        buffers,
-        torch.tensor([[6, 4], [3, 0], [0, 5]], device=device),
-        routing=torch.tensor([[0.1, 0.2], [0.3, 0.4], [0.5, 0.6]], device=device),
-        slot_of=torch.tensor([-1, -1, -1, -1, 1, -1, -1], dtype=torch.int32, device=device),
-        wanted=torch.tensor([0, 0, 0, 1, 0, 1, 1], dtype=torch.uint8, device=device),
-        spares=torch.tensor([2, 3], dtype=torch.int32, device=device),
-        rooms=rooms,
-    )
-    assert buffers.count.item() == 5
-    assert buffers.experts.tolist() == [0, 3, 4, 5, 6, -1]
-    assert buffers.missing[:5].tolist() == [1, 1, 0, 1, 1]
-    assert buffers.chosen_by[:5].tolist() == [6, 2, 1, 4, 1]
-    assert buffers.offsets[:5].tolist() == [
-        rooms.transient_at,
-        rooms.slots_at + 2 * STRIDE,
-        rooms.slots_at + STRIDE,
-        rooms.slots_at + 3 * STRIDE,
-        rooms.transient_at + STRIDE,
-    ]
-    assert fetched.tolist() == [3, 5]
-    expected = torch.zeros((5, 3))
-    expected[[0, 0, 1, 2, 3, 4], [1, 2, 1, 0, 2, 0]] = torch.tensor([0.4, 0.5, 0.3, 0.2, 0.6, 0.1])
-    used = expected > 0
-    assert torch.equal(buffers.weights[:5, :3].cpu()[used], expected[used])
-
-
 def test_fetched_bytes_are_those_of_the_store_and_nothing_else_changes(device):
     rig = Rig(LAYOUT, device)
     rig.put(4, 1)
@@ -190,6 +161,15 @@ def test_without_spares_every_miss_passes_through(device):
     _, fetched, buffers = rig.step(x, ids, routing, wanted=range(N_EXPERTS), spares=())
     assert fetched == []
     assert buffers.offsets.tolist() == [rig.rooms.transient_at + i * STRIDE for i in range(TOP_K)]
+
+
+def test_gate_and_up_of_different_types_are_split_alike():
+    for hidden in (2048, 2560, 4096):
+        for gate in PLANES:
+            for up in PLANES:
+                tiles, up_unroll = gate_up_tiling(gate, up, hidden)
+                assert hidden % (planes_for(gate, hidden).step * tiles.split * tiles.unroll) == 0
+                assert hidden % (planes_for(up, hidden).step * tiles.split * up_unroll) == 0
 
 
 def test_a_layout_says_where_matrices_lie():

@@ -61,6 +61,15 @@ def words(at, N: tl.constexpr, SKEW: tl.constexpr):
 
 
 @triton.jit
+def single_words(at, N: tl.constexpr):
+    """As `words` with a SKEW of 0, but loaded one by one, so that each goes straight to the thread that unpacks it.
+
+    The compiler must not know that neighbours could be loaded together: the skew, which is 0, hides it.
+    """
+    return tl.load((at - skew_of(at)).to(tl.pointer_type(tl.uint32)) + tl.arange(0, N)[None, :])
+
+
+@triton.jit
 def skew_of(at):
     """Pointers modulo 4, as i32."""
     return (at.to(tl.int64) & 3).to(tl.int32)

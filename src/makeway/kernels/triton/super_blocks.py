@@ -15,6 +15,7 @@ from makeway.kernels.triton.codes import (
     looked_up,
     moved,
     nibbles,
+    single_words,
     skew_of,
     skewed_words,
     words,
@@ -197,7 +198,7 @@ def q3_k_even(row, step, table):
 def _iq4_xs_group(at, G: tl.constexpr, d, top, low, table):
     scale = (((low >> (4 * G)) & 15) | (((top >> (2 * G)) & 3) << 4)).to(tl.int32) - 32
     s = d * scale.to(tl.float32)
-    q = words(at + 16 * G, 4, 0)
+    q = single_words(at + 16 * G, 4)
     return (looked_up(q, 0, table), s), (looked_up(q, 4, table), s)
 
 

@@ -36,6 +36,7 @@ from makeway.kernels.triton.codes import (
     nibbles_and_fifth,
     plane_order,
     signed_bytes,
+    single_words,
     weight_order,
     words,
 )
@@ -68,7 +69,7 @@ def _q4_1(row, step, table):
     head = words(at, 1, 0)
     d = f16_of(head)
     m = f16_of(head >> 16)
-    q = words(at + 4, 4, 0)
+    q = single_words(at + 4, 4)
     return (nibbles(q, 0), d, m), (nibbles(q, 4), d, m)
 
 
@@ -98,7 +99,7 @@ def _q5_1(row, step, table):
     d = f16_of(head)
     m = f16_of(head >> 16)
     qh = words(at + 4, 1, 0)
-    q = words(at + 8, 4, 0)
+    q = single_words(at + 8, 4)
     return (nibbles_and_fifth(q, 0, qh, 0), d, m), (nibbles_and_fifth(q, 4, qh, 16), d, m)
 
 

@@ -1,0 +1,209 @@
+"""What a decode step does in a layer of experts, decided on the device: which run, where they lie, what is fetched.
+
+Owns the buffers that pass from kernel to kernel within a layer, the plan and the fetch. Never waits for the host, and
+never chooses what stays in a slot: it only says which spare received which expert.
+Hazard: the buffers are reused by the next layer and step on the same stream; what the host wants to read (`fetched`)
+belongs to the caller.
+
+A step has up to 8 rows of top_k experts. Its *entries* are the different experts, in ascending order, each run once
+for all rows that chose it, so a miss crosses the link once and weights are read once.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from makeway.kernels.triton.linear import MAX_ROWS
+
+FETCH_PROGRAMS = 16  # per expert
+FETCH_WORDS = 4096  # of 32 bits, in one turn of a program of 256 threads: four loads of 16 bytes each
+
+
+@triton.jit(do_not_specialize=["n_ids", "n_spares"])
+def plan_kernel(
+    ids,
+    routing,
+    slot_of,
+    wanted,
+    spares,
+    experts,
+    offsets,
+    missing,
+    chosen_by,
+    weights,
+    count,
+    fetched,
+    n_ids,
+    top_k,
+    n_spares,
+    slots_at,
+    slot_stride,
+    transient_at,
+    transient_stride,
+    PADDED: tl.constexpr,
+    SPARES: tl.constexpr,
+    N: tl.constexpr,
+):
+    """One program: entries of a step, where their bytes are or go, and which rows chose them."""
+    i = tl.arange(0, PADDED)
+    mine = tl.load(ids + i, mask=i < n_ids, other=-1).to(tl.int32)
+    valid = mine >= 0
+    row = i // top_k
+    # row j of each matrix below: the id j as seen from the id i; sums over axis 0 stay within threads
+    other = mine[:, None]
+    same = (other == mine[None, :]) & valid[:, None]
+    first = valid & (tl.sum((same & (i[:, None] < i[None, :])).to(tl.int32), 0) == 0)
+    below = other < mine[None, :]
+    entry = tl.sum((below & first[:, None]).to(tl.int32), 0)
+    n_entries = tl.sum(first.to(tl.int32), 0)
+
+    slot = tl.load(slot_of + mine, mask=first, other=0).to(tl.int64)
+    misses = first & (slot < 0)
+    hopes = misses & (tl.load(wanted + mine, mask=misses, other=0) != 0)
+    spare = tl.sum((below & hopes[:, None]).to(tl.int32), 0)
+    kept = hopes & (spare < n_spares)
+    passing = misses & (kept == 0)
+    place = tl.sum((below & passing[:, None]).to(tl.int32), 0).to(tl.int64)
+    spare_slot = tl.load(spares + spare, mask=kept, other=0).to(tl.int64)
+    in_slot = slots_at + tl.where(kept, spare_slot, slot) * slot_stride
+    at = tl.where(passing, transient_at + place * transient_stride, in_slot)
+
+    tl.store(experts + entry, mine, mask=first)
+    tl.store(experts + i, -1, mask=(i >= n_entries) & (i < n_ids))
+    tl.store(offsets + entry, at, mask=first)
+    tl.store(missing + entry, misses.to(tl.int32), mask=first)
+    rows = tl.sum(tl.where(same, 1 << row[:, None], 0), 0)  # an expert comes once in a row: no bit twice
+    tl.store(chosen_by + entry, rows, mask=first)
+    tl.store(weights + entry * N + row, tl.load(routing + i, mask=valid, other=0.0), mask=valid)
+    tl.store(count, n_entries)
+    if SPARES > 0:
+        s = tl.arange(0, SPARES)
+        n_kept = tl.sum(kept.to(tl.int32), 0)
+        tl.store(fetched + s, -1, mask=(s >= n_kept) & (s < n_spares))
+        tl.store(fetched + spare, mine, mask=kept)
+
+
+@triton.jit
+def fetch_kernel(store, arena, experts, offsets, missing, stride, n_words, WORDS: tl.constexpr):
+    """Copy the missing entries from pinned host memory (i32 words) to where the plan puts them."""
+    entry = tl.program_id(1)
+    expert = tl.load(experts + entry)
+    if expert < 0:
+        return
+    if tl.load(missing + entry) == 0:
+        return
+    source = store + expert.to(tl.int64) * stride
+    target = arena + tl.multiple_of(tl.load(offsets + entry), 16) // 4
+    i = tl.max_contiguous(tl.arange(0, WORDS), WORDS)
+    for at in range(tl.program_id(0) * WORDS, n_words, tl.num_programs(0) * WORDS):
+        inside = at + i < n_words
+        tl.store(target + at + i, tl.load(source + at + i, mask=inside), mask=inside)
+
+
+@dataclass(frozen=True)
+class Rooms:
+    """Where experts of one layer lie in the arena, in bytes from its start: slot s at slots_at + s * slot_stride; miss
+    number t that takes no spare at transient_at + t * transient_stride. All multiples of 16.
+    """
+
+    slots_at: int
+    slot_stride: int
+    transient_at: int
+    transient_stride: int
+
+
+class StepBuffers:
+    """What passes from kernel to kernel within a step's layer: entries (see the module) and intermediate values."""
+
+    def __init__(self, device: torch.device, *, n: int, top_k: int, hidden: int, width: int) -> None:
+        """For n <= 8 rows."""
+        assert 0 < n <= MAX_ROWS
+        entries = n * top_k
+        self.n = n
+        self.top_k = top_k
+        self.experts = torch.full((entries,), -1, dtype=torch.int32, device=device)
+        self.offsets = torch.zeros(entries, dtype=torch.int64, device=device)
+        self.missing = torch.zeros(entries, dtype=torch.int32, device=device)
+        self.chosen_by = torch.zeros(entries, dtype=torch.int32, device=device)
+        self.weights = torch.zeros((entries, MAX_ROWS), dtype=torch.float32, device=device)
+        self.count = torch.zeros(1, dtype=torch.int32, device=device)
+        self.hidden = torch.empty((2, entries, n, width), dtype=torch.bfloat16, device=device)
+        self.outputs = torch.empty((entries, n, hidden), dtype=torch.float32, device=device)
+
+    @property
+    def n_entries(self) -> int:
+        """Most entries there can be."""
+        return self.experts.numel()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in vars(self).values() if isinstance(t, Tensor))
+
+
+def plan_step(
+    buffers: StepBuffers, ids: Tensor, *, routing: Tensor, slot_of: Tensor, wanted: Tensor, spares: Tensor, rooms: Rooms
+) -> Tensor:
+    """Entries of a layer's step into `buffers`; returns `fetched` int32 [n_spares], the expert in each spare or -1.
+
+    ids int [n, top_k] (-1: padding), routing f32 [n, top_k], slot_of int32 [n_experts] (-1: not in a slot), wanted
+    uint8 [n_experts], spares int32 [n_spares]: slot numbers. Wanted misses take spares in ascending expert order while
+    there are any; the others pass through the transient region.
+    """
+    assert ids.shape == (buffers.n, buffers.top_k)
+    assert ids.is_contiguous()
+    assert routing.is_contiguous()
+    n_spares = spares.numel()
+    fetched = torch.empty(n_spares, dtype=torch.int32, device=ids.device)
+    plan_kernel[(1,)](
+        ids,
+        routing,
+        slot_of,
+        wanted,
+        spares,
+        buffers.experts,
+        buffers.offsets,
+        buffers.missing,
+        buffers.chosen_by,
+        buffers.weights,
+        buffers.count,
+        fetched,
+        ids.numel(),
+        buffers.top_k,
+        n_spares,
+        rooms.slots_at,
+        rooms.slot_stride,
+        rooms.transient_at,
+        rooms.transient_stride,
+        PADDED=max(16, triton.next_power_of_2(ids.numel())),
+        SPARES=triton.next_power_of_2(n_spares) if n_spares else 0,
+        N=MAX_ROWS,
+        num_warps=8,
+    )
+    return fetched
+
+
+def fetch_missing(
+    buffers: StepBuffers, store: Tensor, arena: Tensor, *, n_bytes: int, programs: int = FETCH_PROGRAMS
+) -> None:
+    """Copy the plan's missing experts, n_bytes each, into their rooms.
+
+    store u8 [n_experts, stride], pinned host memory that the device reads directly; arena u8. Sizes are multiples of
+    16.
+    """
+    assert n_bytes % 16 == 0
+    assert store.stride(0) % 16 == 0
+    assert store.stride(1) == 1
+    fetch_kernel[(programs, buffers.n_entries)](
+        store.view(torch.int32),
+        arena.view(torch.int32),
+        buffers.experts,
+        buffers.offsets,
+        buffers.missing,
+        store.stride(0) // 4,
+        n_bytes // 4,
+        WORDS=FETCH_WORDS,
+        num_warps=8,
+    )
