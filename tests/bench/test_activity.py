@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from makeway.bench.activity import COPY, Recorder, watched_backend
+from makeway.bench.activity import COPY, Recorder, watched_backend, watched_device
 from makeway.bench.rig import Setup, opened
 from makeway.bench.shapes import SHAPES
 from makeway.bench.synth import in_memory, synthesize
@@ -94,3 +94,27 @@ def test_kernels_that_are_not_the_reference_are_told_apart():
     assert recorder.kernels == {"fast: silu"}
     notes["linear Q8_0 of 33"] = "reference"  # an implementation that hands a call on says so
     assert recorder.kernels == {"fast: silu", "reference: linear Q8_0 of 33"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_spans_are_those_of_the_streams():
+    recorder = Recorder()
+    device = watched_device(EngineConfig(device="cuda"), recorder)
+    host, room = device.host_alloc(64 << 20), device.alloc(64 << 20)
+    a = torch.randn(4096, 4096, device="cuda")
+    try:
+        with recorder.on(device.torch_device):
+            device.copy(room[: 32 << 20], host.tensor[: 32 << 20])
+            device.copy(room[32 << 20 :], host.tensor[32 << 20 :])
+            device.record_copies()
+            with recorder.span("product"):
+                for _ in range(20):
+                    a = torch.softmax(a @ a, dim=1)
+        spans = {span.what: span for span in recorder.spans()}
+    finally:
+        torch.cuda.synchronize()
+        host.close()
+    assert spans[COPY].n_bytes == 64 << 20
+    assert 64e6 / 200e9 < spans[COPY].seconds < 1  # no link is faster
+    assert 0 < spans["product"].seconds < 1
+    assert spans["product"].begin_s < spans[COPY].end_s  # they run beside each other

@@ -20,6 +20,8 @@ def test_an_answer_is_what_is_given_and_prompts_differ():
             found += [e.token for e in rig.step() if e.kind == "token"]
         assert found == given
         assert rig.counts().hits + rig.counts().misses > 0
+        with pytest.raises(UserError, match="512"):
+            rig.engine.add([1], given=[3, 512])
 
 
 def test_a_shape_takes_the_changes_it_knows():

@@ -49,6 +49,7 @@ class Lengths:
 
 
 _PARTS = 4  # samples of the first steps
+_SPARE = 16  # tokens of an answer beyond those that are measured: answers need not start in the same step
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Run:
 
 def needed_context(rows: Sequence[int], contexts: Sequence[int], *, lengths: Lengths, levels: int) -> int:
     """Tokens of KV that `bench_decode` needs with `levels` hit rates."""
-    answer = BLOCK_TOKENS + max(lengths.natural(), lengths.held(levels))
+    answer = BLOCK_TOKENS + _SPARE + max(lengths.natural(), lengths.held(levels))
     return max(max(contexts) + answer, max(rows) * (contexts[0] + answer))
 
 
@@ -151,8 +152,8 @@ def run_steps(rig: Rig, n: int, *, rows: int, context: int, parts: int) -> Run:
 
 def _natural(rig: Rig, report: Report, *, n: int, context: int, lengths: Lengths) -> list[dict[str, Any]]:
     """Answers that wander from topic to topic: right after their prompts, and once the cache has settled."""
-    n_answer = lengths.natural()
-    with _answers(rig, context, given=[rig.tokens(n_answer + 1) for _ in range(n)]):
+    n_answer = lengths.natural() + _SPARE
+    with _answers(rig, context, given=[rig.tokens(n_answer) for _ in range(n)]):
         name = f"{_rows(n)}, context {context}"
         first = run_steps(rig, lengths.first // _PARTS, rows=n, context=context, parts=_PARTS)
         found = [_put(rig, report, f"{name}, first {lengths.first}", first, rows=n, context=context)]
@@ -176,10 +177,10 @@ def _held(
 ) -> list[dict[str, Any]]:
     """Answers that repeat two tokens each, so that their experts stay in slots, of which a share is then emptied."""
     cache, found = rig.swing.cache, []
-    n_answer = lengths.held(len(hit_rates))
+    n_answer = lengths.held(len(hit_rates)) + _SPARE
     pairs = [rig.tokens(2) for _ in range(n)]
     uploads, rng = cache.policy.uploads_per_layer, np.random.default_rng(0)
-    with _answers(rig, context, given=[(pair * n_answer)[: n_answer + 1] for pair in pairs]):
+    with _answers(rig, context, given=[(pair * n_answer)[:n_answer] for pair in pairs]):
         for _ in range(lengths.most // lengths.settle):
             has = run_steps(rig, lengths.settle, rows=n, context=context, parts=1).counts.hit_rate
             if has >= 0.998 and not rig.swing.is_refilling:
