@@ -16,6 +16,7 @@ from makeway.experts.follower import Follower
 from makeway.experts.routed import RoutedInput
 from makeway.experts.slots import NONE
 from makeway.kernels.triton import experts as kernels
+from makeway.kernels.triton import step_plan
 from makeway.kernels.triton.linear import Scratch
 
 
@@ -96,7 +97,7 @@ class DeviceExperts:
         top_k = max(layer.top_k for layer in cache.plan.layers)
         self._cache, self._arena, self._top_k = cache, arena, top_k
         self._tables = StepTables(cache, top_k=top_k, most_rows=most_rows)
-        self._buffers: dict[int, kernels.StepBuffers] = {}
+        self._buffers: dict[int, step_plan.StepBuffers] = {}
         self._scratch = Scratch(arena.device)
         self._is_open = False
         self._reported = [0] * cache.table.n_layers  # rows of the step so far, by layer
@@ -121,7 +122,7 @@ class DeviceExperts:
         cache, tables, n = self._cache, self._tables, moe.ids.shape[0]
         if n not in self._buffers:
             gate = cache.store.layers[layer].shapes[0]
-            self._buffers[n] = kernels.StepBuffers(
+            self._buffers[n] = step_plan.StepBuffers(
                 self._arena.device, n=n, top_k=self._top_k, hidden=gate.n_cols, width=gate.n_rows
             )
         plan, stored, buffers = cache.plan, cache.store.layers[layer], self._buffers[n]
@@ -130,13 +131,13 @@ class DeviceExperts:
             ids = torch.where(live[:, None] >= 0, ids, NONE)
         ids = ids.contiguous()
         tables.routed[layer, first : first + n] = ids
-        rooms = kernels.Rooms(
+        rooms = step_plan.Rooms(
             slots_at=plan.decode.slots.offset + plan.decode.layer_offsets[layer],
             slot_stride=plan.decode.rank_bytes,
             transient_at=plan.decode.transient.offset,
             transient_stride=plan.layers[layer].stride_bytes,
         )
-        tables.fetched[layer] = kernels.plan_step(
+        tables.fetched[layer] = step_plan.plan_step(
             buffers,
             ids,
             routing=moe.weights.contiguous(),
@@ -146,7 +147,7 @@ class DeviceExperts:
             rooms=rooms,
         )
         n_bytes = -(-stored.expert_bytes // 16) * 16
-        kernels.fetch_missing(buffers, stored.raw, self._arena, n_bytes=n_bytes)
+        step_plan.fetch_missing(buffers, stored.raw, self._arena, n_bytes=n_bytes)
         gate, up, down = stored.shapes
         layout = kernels.ExpertLayout(gate.type, up.type, down.type, gate.n_cols, gate.n_rows)
         kernels.run_experts(buffers, moe.x, self._arena, layout=layout, acc=moe.acc, scratch=self._scratch)

@@ -1,4 +1,4 @@
-"""The routed experts of one decode step: gate, up and SwiGLU, then down and the weighted sum, by the entries of its plan.
+"""The routed experts of one decode step: gate, up, SwiGLU, then down and the weighted sum, by the entries of its plan.
 
 Owns the two kernels and their tilings. Never waits for the host, so a graph can hold it, and never knows whether an
 entry's bytes lie in a slot or were just fetched.
