@@ -5,7 +5,7 @@
 #
 # Steps: link, then decode, prefill, handover and picture of flash48 (Flash-Next, 48 layers, 24 GiB, 262,144 tokens of
 # context), flash24 and 30b (as llama.cpp was measured: 9 and 10 GiB of slots, router rows scaled by rank^-0.4),
-# and prefill and decode of bf16 (the 30B with 16 layers, bf16 experts, 63 % of them in slots).
+# launches of flash48 (kernels of a step), and prefill and decode of bf16 (the 30B with 16 layers, bf16 experts, 63 % of them in slots).
 # A step that fails or runs out of time (it then writes what it has) does not stop the others; the exit status is the
 # number of such steps. Results go to $OUT/session.tar.gz when OUT is set, packed again after every step, else to
 # bench/results. `link` must have run once before the others: they take their bounds from the newest link-*.json.
@@ -24,7 +24,7 @@ while [ $# -gt 0 ]; do
 done
 if [ ${#steps[@]} -eq 0 ]; then
     steps=(link decode-flash48 prefill-flash48 decode-flash24 prefill-flash24 decode-30b prefill-30b handover-flash48
-        picture-flash48 prefill-bf16 decode-bf16)
+        picture-flash48 launches-flash48 prefill-bf16 decode-bf16)
 fi
 results=bench/results
 if [ -n "${OUT:-}" ]; then results=$(mktemp -d); fi
@@ -50,6 +50,7 @@ arguments() {
     prefill-flash48) echo 150 prefill "${flash48[@]}" --lengths 256,1024,8192,32768,119000 --repeats 2 ;;
     prefill-flash24) echo 60 prefill "${flash24[@]}" --lengths 256,8192 --arms-at 8192 ;;
     prefill-30b) echo 50 prefill "${a30b[@]}" --lengths 256,8192,32768 --arms-at 8192 ;;
+    launches-flash48) echo 60 decode "${flash48[@]}" --rows 1 --contexts 256 --hits 100 --steps 16 --launches ;;
     prefill-bf16) echo 60 prefill "${bf16[@]}" --lengths 256,8192,32768 --arms-at 8192 ;;
     decode-bf16) echo 60 decode "${bf16[@]}" --rows 1 --contexts 256,8192,32768 --hits 100,0 --steps 16 ;;
     handover-flash48) echo 80 handover "${flash48[@]}" --prompt 8192 --handovers 5 ;;

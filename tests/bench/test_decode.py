@@ -53,7 +53,9 @@ def test_a_run_shows_rows_contexts_and_held_hit_rates():
 def test_numbers_of_the_reference_need_consent():
     report = Report("decode", ["bench", "decode"])
     few = dataclasses.replace(LENGTHS, most=8)
-    bench_decode(report, setup(256), rows=(1,), contexts=(8,), hit_rates=(), lengths=few)
+    bench_decode(report, setup(256), rows=(1,), contexts=(8,), hit_rates=(), lengths=few, shows_launches=True)
+    assert sum(launch["n"] for launch in report.facts["launches"]) > 10
+    assert any("a step of one row launches" in remark for remark in report.remarks)
     with pytest.raises(UserError, match="--allow-reference"):
         report.to_json()
 

@@ -51,7 +51,7 @@ def test_steps_run_in_order_with_the_measured_rates(session, tmp_path):
 def test_every_step_has_arguments_that_makeway_knows(session):
     done = session(then="exit 0")
     ran = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("ran: ")]
-    assert len(ran) == 11
+    assert len(ran) == 12
     for words in ran:
         command = bench_command(words[1])
         known = {flag for parameter in command.params for flag in parameter.opts}

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from makeway.bench.launches import launches
 from makeway.bench.report import Figure, Report
 from makeway.bench.rig import Counts, Rig, Setup, opened
 from makeway.errors import EngineFailed, UserError
@@ -49,6 +50,7 @@ class Lengths:
 
 
 _PARTS = 4  # samples of the first steps
+_SHOWN = 15  # kernels in the table; all are in the document
 _SPARE = 16  # tokens of an answer beyond those that are measured: answers need not start in the same step
 
 
@@ -93,11 +95,12 @@ def bench_decode(
     contexts: Sequence[int] = (256, 8192),
     hit_rates: Sequence[float] = (1.0, 0.85, 0.5, 0.0),
     lengths: Lengths | None = None,
+    shows_launches: bool = False,
 ) -> None:
     """Measures into `report`. All row counts at the first context, one row at the others.
 
-    `hit_rates`: held one after the other by taking experts out of their slots. Raises UserError for values that mean
-    nothing, and whatever the engine raises.
+    `hit_rates`: held one after the other by taking experts out of their slots. `shows_launches`: of a step of one row,
+    at the very end. Raises UserError for values that mean nothing, and whatever the engine raises.
     """
     lengths = lengths or Lengths()
     lengths.check()
@@ -114,6 +117,8 @@ def bench_decode(
                 found += _natural(rig, report, n=n, context=context, lengths=lengths)
         for n in rows:
             found += _held(rig, report, n=n, context=contexts[0], hit_rates=hit_rates, lengths=lengths)
+        if shows_launches:
+            _launches(rig, report, context=contexts[0], n_warm=lengths.warm)
 
 
 def step_bytes(rig: Rig, counts: Counts, *, n_steps: int, rows: int, context: float) -> StepBytes:
@@ -168,7 +173,8 @@ def _natural(rig: Rig, report: Report, *, n: int, context: int, lengths: Lengths
         run_steps(rig, lengths.warm, rows=n, context=context, parts=1)
         warm = run_steps(rig, lengths.steps, rows=n, context=context + lengths.first, parts=lengths.repeats)
         found.append(_put(rig, report, f"{name}, warm", warm, rows=n, context=context))
-    found[0]["share_of_warm_rate"] = found[1]["median_s"] / found[0]["median_s"]
+    share = found[0]["share_of_warm_rate"] = found[1]["median_s"] / found[0]["median_s"]
+    report.remarks.append(f"{name}: the first {lengths.first} tokens at {100 * share:.0f} % of the warm rate")
     return found
 
 
@@ -200,6 +206,23 @@ def _held(
         finally:
             cache.policy.uploads_per_layer = uploads
     return found
+
+
+def _launches(rig: Rig, report: Report, *, context: int, n_warm: int) -> None:
+    """Kernels of one step of one row."""
+    with _answers(rig, context, given=[rig.tokens(n_warm + _SPARE)]):
+        run_steps(rig, n_warm, rows=1, context=context, parts=1)
+        found = launches(rig.step, rig.engine.device.torch_device)
+    total, seconds = sum(launch.n for launch in found), sum(launch.seconds for launch in found)
+    n_layers = rig.engine.model.facts.n_layers
+    report.remarks.append(
+        f"a step of one row launches {total} kernels ({total / n_layers:.1f} a layer), which run {1e3 * seconds:.3f} ms"
+    )
+    for launch in found[:_SHOWN]:
+        note = f"{launch.n} launches a step"
+        name = f"  {launch.name[:60]}"
+        report.figures.append(Figure(name, "ms", (1e3 * launch.seconds,), is_time=True, note=note))
+    report.facts["launches"] = [asdict(launch) for launch in found]
 
 
 @contextmanager

@@ -187,6 +187,7 @@ def decode_command(
     first: Annotated[int, typer.Option("--first", help="Steps after a prompt that are shown apart.")] = (
         decode.Lengths.first
     ),
+    launches: Annotated[bool, typer.Option("--launches", help="Kernels of a step, by torch's profiler.")] = False,
 ) -> None:
     """Measure decode steps of a synthetic model beside their bound: rows, contexts, hit rates, first tokens."""
     row_counts, lengths_of = _numbers(rows, "--rows"), _numbers(contexts, "--contexts")
@@ -196,7 +197,15 @@ def decode_command(
     lengths = decode.Lengths(first=first, steps=steps, repeats=repeats)
     need = decode.needed_context(row_counts, lengths_of, lengths=lengths, levels=len(rates))
     setup = common.setup_for(context=need, parallel=max(row_counts))
-    decode.bench_decode(report, setup, rows=row_counts, contexts=lengths_of, hit_rates=rates, lengths=lengths)
+    decode.bench_decode(
+        report,
+        setup,
+        rows=row_counts,
+        contexts=lengths_of,
+        hit_rates=rates,
+        lengths=lengths,
+        shows_launches=launches,
+    )
 
 
 @measured("prefill")
