@@ -31,6 +31,8 @@ def test_a_report_shows_full_and_cold_cache_parts_and_arms():
     ]  # fmt: skip
     for part in ("  release", "  sweep", "  restore until the first token", "    copy", "    mixer: attention"):
         assert names.count(part) == 2, part
+    (fixed, _) = [f for f in document["figures"] if f["name"] == "  fixed cost: without the sweep"]
+    assert 0 < fixed["median"] < document["prompts"][0]["ttft_s"][0]
     short, long, micro, one = document["prompts"]
     expert_bytes = document["model"]["expert_bytes"]
     for prompt in (short, long):

@@ -149,7 +149,7 @@ def _length(rig: Rig, report: Report, *, n: int, repeats: int) -> dict[str, Any]
     rig.swing.cache.table.clear()
     cold = read(rig, rig.tokens(n))
     _put(rig, report, f"{n} tokens, full cache", prompts, n=n)
-    _put_parts(rig, report, [p.handover for p in prompts], spans)
+    _put_parts(rig, report, prompts, spans)
     _put(rig, report, f"{n} tokens, cold cache", [cold], n=n)
     return {
         "n_tokens": n,
@@ -171,9 +171,12 @@ def _put(rig: Rig, report: Report, name: str, prompts: Sequence[Prompt], *, n: i
     report.figures.append(Figure(name, "s", seconds, is_time=True, bound=bound, note=note))
 
 
-def _put_parts(rig: Rig, report: Report, handovers: Sequence[HandoverRecord], spans: Sequence[Span]) -> None:
+def _put_parts(rig: Rig, report: Report, prompts: Sequence[Prompt], spans: Sequence[Span]) -> None:
     """Release, sweep, restore until the first token, refill behind it; then what ran in the sweep."""
+    handovers = [p.handover for p in prompts]
     rate, last = rig.rates.link_bytes_per_s, handovers[-1]
+    fixed = tuple(p.ttft_s - p.handover.sweep_s for p in prompts)
+    report.figures.append(Figure("  fixed cost: without the sweep", "s", fixed, is_time=True))
     for name, part, bound in (
         ("  release", "release_s", None),
         ("  sweep", "sweep_s", last.copied_bytes / rate),
