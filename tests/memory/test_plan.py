@@ -67,6 +67,7 @@ def request_strategy(draw, facts: PlanFacts) -> PlanRequest:
         context=draw(st.integers(1, facts.context_length)),
         sequences=draw(st.integers(1, 10)),
         drafts=draw(st.integers(0, 7)) if facts.has_mtp else 0,
+        mtp=draw(st.booleans()),
         kv_type=draw(st.sampled_from(("f16", "f32"))),
         chunk=draw(st.none() | st.integers(1, 900)),
         slots=draw(st.none() | st.integers(0, 30)),
@@ -309,6 +310,22 @@ def test_drafts_need_an_mtp_block():
     plan_memory(trunk, PlanRequest(10**6, 64, reserve_bytes=0))
     with pytest.raises(UserError, match="no MTP block"):
         plan_memory(trunk, PlanRequest(10**6, 64, drafts=1, reserve_bytes=0))
+
+
+def test_drafts_from_the_text_need_rows_and_no_block():
+    request = PlanRequest(10**6, 128, sequences=2, drafts=3, reserve_bytes=0)
+    with_block = plan_memory(small_facts(), request)
+    without = plan_memory(small_facts(), replace(request, mtp=False))
+    assert without.rows == with_block.rows == 8
+    assert without.region("replay rows") == replace(
+        with_block.region("replay rows"), offset=without.region("replay rows").offset
+    )
+    assert not any("MTP" in region.name for region in without.regions)
+    assert len(without.layers) == len(with_block.layers) - 1 == len(without.sizes.sweep_layers)
+    trunk = replace(
+        small_facts(), expert_layers=small_facts().expert_layers[:2], resident=(), mtp_kv_bytes_per_token=None
+    )
+    assert plan_memory(trunk, replace(request, mtp=False)).rows == 8
 
 
 def test_slots_may_be_zero_and_rows_are_at_most_eight():
