@@ -35,24 +35,29 @@ if ! "$python" -c 'import triton, makeway.cli'; then
     exit 2
 fi
 
+# Prefill gets a budget in which as many slots remain (131, 81 and 81), so that it lends as it always does; with --slots
+# and room to spare nothing is lent.
 flash48=(--shape flash-next --layers 48 --ple-rows 0 --vram 24GiB --context 262144)
-flash24=(--shape flash-next --layers 24 --ple-rows 0 --vram 24GiB --slots 131 --skew 0.4 --locality 0)
-bf16=(--shape qwen3-30b-a3b-bf16 --vram 24GiB --slots 81)
-a30b=(--shape qwen3-30b-a3b --vram 24GiB --slots 81 --skew 0.4 --locality 0)
+flash24=(--shape flash-next --layers 24 --ple-rows 0 --skew 0.4 --locality 0)
+a30b=(--shape qwen3-30b-a3b --skew 0.4 --locality 0)
+bf16=(--shape qwen3-30b-a3b-bf16)
+flash24_slots=(--vram 24GiB --slots 131) flash24_budget=(--vram 13539MiB)
+a30b_slots=(--vram 24GiB --slots 81) a30b_budget=(--vram 16145MiB)
+bf16_slots=(--vram 24GiB --slots 81) bf16_budget=(--vram 15623MiB)
 
 # limit in seconds, then the arguments of `makeway bench`; empty for a step that does not exist
 arguments() {
     case "$1" in
     link) echo 45 link ;;
     decode-flash48) echo 110 decode "${flash48[@]}" --rows 1,4,8 --contexts 256,8192,119000 --steps 16 ;;
-    decode-flash24) echo 80 decode "${flash24[@]}" --rows 1,4 --contexts 256,8192 --steps 16 ;;
-    decode-30b) echo 70 decode "${a30b[@]}" --rows 1,4 --contexts 256,8192,32768 --steps 16 ;;
+    decode-flash24) echo 80 decode "${flash24[@]}" "${flash24_slots[@]}" --rows 1,4 --contexts 256,8192 --steps 16 ;;
+    decode-30b) echo 70 decode "${a30b[@]}" "${a30b_slots[@]}" --rows 1,4 --contexts 256,8192,32768 --steps 16 ;;
     prefill-flash48) echo 150 prefill "${flash48[@]}" --lengths 256,1024,8192,32768,119000 --repeats 2 ;;
-    prefill-flash24) echo 60 prefill "${flash24[@]}" --lengths 256,8192 --arms-at 8192 ;;
-    prefill-30b) echo 50 prefill "${a30b[@]}" --lengths 256,8192,32768 --arms-at 8192 ;;
+    prefill-flash24) echo 60 prefill "${flash24[@]}" "${flash24_budget[@]}" --lengths 256,8192 --arms-at 8192 ;;
+    prefill-30b) echo 50 prefill "${a30b[@]}" "${a30b_budget[@]}" --lengths 256,8192,32768 --arms-at 8192 ;;
     launches-flash48) echo 60 decode "${flash48[@]}" --rows 1 --contexts 256 --hits 100 --steps 16 --launches ;;
-    prefill-bf16) echo 60 prefill "${bf16[@]}" --lengths 256,8192,32768 --arms-at 8192 ;;
-    decode-bf16) echo 60 decode "${bf16[@]}" --rows 1 --contexts 256,8192,32768 --hits 100,0 --steps 16 ;;
+    prefill-bf16) echo 60 prefill "${bf16[@]}" "${bf16_budget[@]}" --lengths 256,8192,32768 --arms-at 8192 ;;
+    decode-bf16) echo 60 decode "${bf16[@]}" "${bf16_slots[@]}" --rows 1 --contexts 256,8192,32768 --hits 100,0 --steps 16 ;;
     handover-flash48) echo 80 handover "${flash48[@]}" --prompt 8192 --handovers 5 ;;
     picture-flash48) echo 60 picture "$results/prompt.png" "${flash48[@]}" --prompt 8192 ;;
     esac
