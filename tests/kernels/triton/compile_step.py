@@ -9,7 +9,10 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from makeway.kernels.triton import attend, conv, delta, fused, index, small
+from makeway.gguf.types import GGMLType
+from makeway.kernels.triton import attend, conv, delta, fused, index, linears, small
+from makeway.kernels.triton.linear import tiling
+from makeway.kernels.triton.unpack import planes_for
 from tests.kernels.triton.compile_kernels import compiled
 
 Case = tuple[str, Any, dict[str, Any], dict[str, str]]
@@ -104,6 +107,24 @@ def recurrent() -> Iterator[Case]:
     yield "keep", delta.keep_kernel, {"BLOCK": 1024, "num_warps": 4}, TYPES
 
 
+def matrices() -> Iterator[Case]:
+    """Small ones together: streams down and inject, router and gate, alpha and beta, the shared expert's two."""
+    raws = {f"raw{i}": "*u8" for i in range(linears.TOGETHER)} | {f"out{i}": "*fp32" for i in range(linears.TOGETHER)}
+    for kind, n_rows, n_cols in (
+        (GGMLType.Q8_0, 324, 10240),
+        (GGMLType.F32, 513, 2560),
+        (GGMLType.Q4_K, 1280, 2560),
+        (GGMLType.Q6_K, 1024, 2048),
+    ):
+        constants = {
+            **planes_for(kind, n_cols).arguments(),
+            **tiling(kind, n_rows, n_cols).arguments(),
+            "X_PARTS": 2,
+            "N": 8,
+        }
+        yield f"linears {kind.name}", linears.linears_kernel, constants, {**raws, "x": "*bf16", "parts": "*fp32"}
+
+
 def others() -> Iterator[Case]:
     yield "norm", small.norm_kernel, {"D": 2560, "PADDED": 4096, "HALF": 0, "MODE": 1, "num_warps": 4}, TYPES
     yield "norm and rope", small.norm_kernel, {"D": 256, "PADDED": 256, "HALF": 32, "MODE": 1, "num_warps": 1}, TYPES
@@ -124,7 +145,7 @@ def others() -> Iterator[Case]:
 
 def main(names: list[str]) -> None:
     found = []
-    for make in (attention, indexer, recurrent, others):
+    for make in (attention, indexer, recurrent, matrices, others):
         for name, kernel, constants, types in make():
             if names and not any(name.startswith(n) for n in names):
                 continue

@@ -352,7 +352,7 @@ def chunk_tiling(d: int, half: bool) -> ChunkTiling:
     """The fixed tiling of a chunk's attention."""
     if not half:
         return ChunkTiling(rows=16, keys=16, warps=4, stages=1)
-    return ChunkTiling(rows=64, keys=32 if d > 128 else 64, warps=4, stages=2)
+    return ChunkTiling(rows=64, keys=32 if d > 128 else 64, warps=8, stages=2)
 
 
 def row_keys(d: int, half: bool) -> int:

@@ -112,8 +112,11 @@ def arrived_last(counter, n_parts):
     return last
 
 
-@triton.jit(do_not_specialize=["n"])  # one binary for every number of rows
-def linear_kernel(
+@triton.jit
+def linear_tile(
+    tile,
+    part,
+    place,
     x,
     raw,
     out,
@@ -141,9 +144,7 @@ def linear_kernel(
     UNROLL: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """One tile of ROWS rows and one of SPLIT parts of the columns."""
-    tile = tl.program_id(0)
-    part = tl.program_id(1)
+    """One tile of ROWS rows and one of SPLIT parts of the columns; `place`: the tile's among all of the launch."""
     row = tile * ROWS + tl.arange(0, ROWS)
     inside = (row < n_rows)[:, None]
     row = tl.minimum(row, n_rows - 1)[:, None]
@@ -179,13 +180,77 @@ def linear_kernel(
     if SPLIT == 1:
         tl.store(target, acc, mask=mask)
     else:
-        place = parts + tile * SPLIT * N * ROWS + column * ROWS + tl.arange(0, ROWS)[:, None]
-        tl.store(place + part * N * ROWS, acc, mask=mask)
-        if arrived_last(counters + tile, SPLIT):
-            acc = tl.load(place, mask=mask, other=0.0, cache_modifier=".cg")
+        part_at = parts + place * SPLIT * N * ROWS + column * ROWS + tl.arange(0, ROWS)[:, None]
+        tl.store(part_at + part * N * ROWS, acc, mask=mask)
+        if arrived_last(counters + place, SPLIT):
+            acc = tl.load(part_at, mask=mask, other=0.0, cache_modifier=".cg")
             for i in tl.static_range(1, SPLIT):
-                acc += tl.load(place + i * N * ROWS, mask=mask, other=0.0, cache_modifier=".cg")
+                acc += tl.load(part_at + i * N * ROWS, mask=mask, other=0.0, cache_modifier=".cg")
             tl.store(target, acc, mask=mask)
+
+
+@triton.jit(do_not_specialize=["n"])  # one binary for every number of rows
+def linear_kernel(
+    x,
+    raw,
+    out,
+    parts,
+    counters,
+    table,
+    n,
+    n_rows,
+    n_cols,
+    row_bytes,
+    x_stride,
+    x_part_stride,
+    UNPACK: tl.constexpr,
+    STEP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SHIFT: tl.constexpr,
+    PLANE_ORDER: tl.constexpr,
+    PARTS: tl.constexpr,
+    X_PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    N: tl.constexpr,
+    UNROLL: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """One matrix."""
+    tile = tl.program_id(0)
+    linear_tile(
+        tile,
+        tl.program_id(1),
+        tile,
+        x,
+        raw,
+        out,
+        parts,
+        counters,
+        table,
+        n,
+        n_rows,
+        n_cols,
+        row_bytes,
+        x_stride,
+        x_part_stride,
+        UNPACK,
+        STEP,
+        WIDTH,
+        GROUP,
+        BIAS,
+        HAS_SCALE,
+        HAS_SHIFT,
+        PLANE_ORDER,
+        PARTS,
+        X_PARTS,
+        ROWS,
+        N,
+        UNROLL,
+        SPLIT,
+    )
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from makeway.kernels.triton import conv, delta, fused, index, linear, small
 from makeway.kernels.triton.attend import attend, write_kv
 from makeway.kernels.triton.chunk_delta import DeltaScratch
 from makeway.kernels.triton.gated_delta import gated_delta
+from makeway.kernels.triton.linears import linears
 from makeway.kernels.weight import Weight
 
 LINEAR_BYTES = 64 << 20  # of decoded weights at a time, for chunks
@@ -47,10 +48,14 @@ class TritonOps:
         return self._reference(x, weight)
 
     def linears(self, x: Tensor, weights: Sequence[Weight]) -> tuple[Tensor, ...]:
+        n = x.shape[0]
+        if 0 < n <= linear.MAX_ROWS and all(linear.can_multiply(w) for w in weights):
+            return tuple(linears(self._parts_of(x), weights, scratch=self._rows))
         return tuple(self.linear(x, w) for w in weights)
 
     def expert_ffn(self, x: Tensor, gate: Weight, up: Weight, down: Weight) -> Tensor:
-        return self._gated_ffn(x, gate, up, down, None)
+        gated, straight = self.linears(x, (gate, up))
+        return self._ffn_end(gated, straight, down)
 
     def hc_mix(
         self, h: Tensor, w: MixerWeights, *, eps: float, added: tuple[Tensor, Tensor] | None = None
@@ -59,11 +64,10 @@ class TritonOps:
         n_parts = _n_parts(n)
         h, normed, parts = fused.stream_norm(h, w.norm, eps=eps, n_parts=n_parts, added=added)
         self._remember(normed, parts)
-        low = self.linear(normed, w.down)
-        inject = None if w.inject is None else self.linear(normed, w.inject)
+        low, *rest = self.linears(normed, (w.down,) if w.inject is None else (w.down, w.inject))
         low_parts = fused.silu_parts(low, scale=1.0 / n_streams, n_parts=n_parts)
-        up = self._multiply_or(low_parts, w.up)
-        x, parts, inject = fused.mixed(up, normed, inject, n_streams=n_streams, n_parts=n_parts)
+        up, raw_inject = self._multiply_or(low_parts, w.up), rest[0] if rest else None
+        x, parts, inject = fused.mixed(up, normed, raw_inject, n_streams=n_streams, n_parts=n_parts)
         self._remember(x, parts)
         return h, x, inject
 
@@ -77,11 +81,12 @@ class TritonOps:
         shared_gate: Weight | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The shared expert's gate is applied to its hidden values, before `down`."""
-        ids, weights = small.route(self.linear(x, router), top_k)
         if shared is None:
-            return ids, weights, torch.zeros_like(x)
+            return *small.route(self.linear(x, router), top_k), torch.zeros_like(x)
         assert shared_gate is not None
-        return ids, weights, self._gated_ffn(x, *shared, self.linear(x, shared_gate))
+        gate, up, down = shared
+        logits, factor, gated, straight = self.linears(x, (router, shared_gate, gate, up))
+        return *small.route(logits, top_k), self._ffn_end(gated, straight, down, factor)
 
     def gated_delta(self, qkv: Tensor, gate: Tensor, *, state: DeltaState, **options: Any) -> Tensor:
         n = qkv.shape[0]
@@ -105,9 +110,8 @@ class TritonOps:
         scratch = self._delta_scratch(state) if v.shape[0] > linear.MAX_ROWS else None
         return delta.delta_step(q, k, v=v, decay=decay, beta=beta, state=state, rows=rows, scratch=scratch)
 
-    def _gated_ffn(self, x: Tensor, gate: Weight, up: Weight, down: Weight, factor: Tensor | None) -> Tensor:
-        gated, straight = self.linears(x, (gate, up))
-        parts = fused.swiglu_parts(gated, straight, factor, n_parts=_n_parts(x.shape[0]))
+    def _ffn_end(self, gate: Tensor, up: Tensor, down: Weight, factor: Tensor | None = None) -> Tensor:
+        parts = fused.swiglu_parts(gate, up, factor, n_parts=_n_parts(gate.shape[0]))
         return self._multiply_or(parts, down)
 
     def _has_kernel(self, n: int, weight: Weight) -> bool:
