@@ -392,7 +392,7 @@ def cases(sweep: bool) -> dict[str, tuple[Callable[[], Case], object, dict[str, 
         add(f"{name}, 1 row", make)
     if not sweep:
         return found
-    for tile, warps in ((8192, 32), (16384, 32), (16384, 16), (4096, 16), (4096, 8)):
+    for tile, warps in ((8192, 16), (16384, 32), (4096, 32), (4096, 16), (2048, 8)):
         add(
             "choice of blocks, 131072",
             lambda: choice(1, 131071, context=261888),

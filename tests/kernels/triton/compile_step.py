@@ -89,7 +89,7 @@ def indexer() -> Iterator[Case]:
         "TILE": index.SELECT_TILE,
         "SMALL": index.SMALL_LIST,
         "SELECT": 512,
-        "num_warps": 16,
+        "num_warps": index.SELECT_WARPS,
     }
     yield "select", index.select_kernel, constants, {**TYPES, "out": "*i32"}
 
@@ -103,7 +103,7 @@ def recurrent() -> Iterator[Case]:
     yield "conv of PLE", conv.conv_kernel, {**sizes, "RUN": True, "MODE": 2, "NORM": False, "num_warps": 1}, TYPES
     for mode in (1, 2, 3):
         sizes = {"GROUP": 0, "D_K": 128, "D_V": 128, "COLUMNS": delta.DELTA_COLUMNS, "MODE": mode, "RAW": True}
-        yield f"delta {mode}", delta.delta_kernel, {**sizes, "num_warps": 4}, TYPES
+        yield f"delta {mode}", delta.delta_kernel, {**sizes, "num_warps": delta.DELTA_WARPS}, TYPES
     yield "keep", delta.keep_kernel, {"BLOCK": 1024, "num_warps": 4}, TYPES
 
 

@@ -23,9 +23,9 @@ LOW_BITS = 17  # of a score behind its bin's; eight bits of exponent and six of 
 N_BINS = 1 << (31 - LOW_BITS)
 CHUNK_ROWS = 16  # rows of a chunk whose scores are made together
 SCORE_KEYS = 64  # blocks a program scores
-SELECT_TILE = 8192  # scores looked at in one turn
-SELECT_WARPS = 16
-BIN_TILE = 4096
+SELECT_TILE = 8192  # scores looked at in one turn; below 2^15, for two counts share 32 bits
+SELECT_WARPS = 32
+BIN_TILE = 8192
 SMALL_LIST = 1024  # candidates that are searched without reading them again
 
 
@@ -165,8 +165,8 @@ def score_kernel(
 ):
     """Scores of KEYS blocks for ROWS rows of one segment, from row `first` on, and the counts of their bins.
 
-    scores f32 [rows, score_stride], bins int32 [rows, N_BINS]. Not counted: bin 0, for all could be in it, and rows
-    that have no choice.
+    scores f32 [rows, score_stride], bins int32 [rows, N_BINS], the highest first. Not counted: bin 0, for all
+    could be in it, and rows that have no choice.
     """
     start = tl.program_id(0) * KEYS
     base = tl.program_id(1) * ROWS
@@ -197,26 +197,26 @@ def score_kernel(
     tl.store(scores + row.to(tl.int64)[:, None] * score_stride + number[None, :], score, mask=inside)
     bin_of = score.to(tl.int32, bitcast=True) >> LOW_BITS
     counted = inside & (bin_of > 0) & (n_complete > n_select)[:, None]
-    tl.atomic_add(bins + row[:, None] * N_BINS + bin_of, 1, mask=counted, sem="relaxed")
+    tl.atomic_add(bins + row[:, None] * N_BINS + (N_BINS - 1 - bin_of), 1, mask=counted, sem="relaxed")
 
 
 @triton.jit
 def threshold_bin(bins, n_wanted, N_BINS: tl.constexpr, TILE: tl.constexpr):
     """The highest bin such that n_wanted blocks lie in it or above, and how many lie above it; zeroes the bins."""
     i = tl.arange(0, TILE)
-    chosen = 0
-    above = 0
+    found = tl.zeros([], tl.int64)  # the bin, and how many lie above it, in one sum
     seen = 0
     for t in range(N_BINS // TILE):
-        at = N_BINS - 1 - (t * TILE + i)  # from the highest bin down
-        counts = tl.load(bins + at)
-        tl.store(bins + at, tl.zeros([TILE], tl.int32))
+        place = t * TILE + i
+        counts = tl.load(bins + place)
+        tl.store(bins + place, tl.zeros([TILE], tl.int32))
         running = seen + tl.cumsum(counts, 0)
         crossing = (running >= n_wanted) & (running - counts < n_wanted)
-        chosen += tl.sum(tl.where(crossing, at, 0), 0)
-        above += tl.sum(tl.where(crossing, running - counts, 0), 0)
+        found += tl.sum(tl.where(crossing, ((N_BINS - 1 - place).to(tl.int64) << 32) + (running - counts), 0), 0)
         seen += tl.sum(counts, 0)
-    return chosen, tl.where(chosen > 0, above, seen)  # bin 0 is not counted; it is below all others
+    chosen = (found >> 32).to(tl.int32)
+    # bin 0 is not counted; it is below all others
+    return chosen, tl.where(chosen > 0, (found & 0xFFFFFFFF).to(tl.int32), seen)
 
 
 @triton.jit
@@ -249,7 +249,10 @@ def select_kernel(
     SMALL: tl.constexpr,
     SELECT: tl.constexpr,
 ):
-    """One row's choice: out int32 [rows, n_select], ascending, then -1. candidates int32 [rows, score_stride]."""
+    """One row's choice: out int32 [rows, n_select], ascending, then -1.
+
+    candidates int32 [rows, score_stride], a multiple of TILE; what lies behind a row's scores is read and not used.
+    """
     row = tl.program_id(0).to(tl.int64)
     target = out + row * n_select
     position = tl.load(positions + first + row).to(tl.int32)
@@ -267,7 +270,7 @@ def select_kernel(
     i = tl.arange(0, TILE)
     n_candidates = 0
     for at in range(0, n, TILE):
-        value = tl.load(scores + at + i, mask=at + i < n, other=0.0).to(tl.int32, bitcast=True)
+        value = tl.load(scores + at + i).to(tl.int32, bitcast=True)  # no mask, so that loads are wide
         is_candidate = ((value >> LOW_BITS) == the_bin) & (at + i < n)
         count = is_candidate.to(tl.int32)
         place = n_candidates + tl.cumsum(count, 0) - count
@@ -293,21 +296,23 @@ def select_kernel(
     n_larger = 0
     n_same = 0
     for at in range(0, n, TILE):
-        value = tl.load(scores + at + i, mask=at + i < n, other=-1.0).to(tl.int32, bitcast=True)
-        larger = (value > threshold).to(tl.int32)
-        same = (value == threshold).to(tl.int32)
-        larger_before = n_larger + tl.cumsum(larger, 0) - larger
-        same_before = n_same + tl.cumsum(same, 0) - same
-        chosen = (larger > 0) | ((same > 0) & (same_before < n_equal))
+        value = tl.where(at + i < n, tl.load(scores + at + i).to(tl.int32, bitcast=True), -1)
+        both = (value > threshold).to(tl.int32) + ((value == threshold).to(tl.int32) << 16)  # two counts in one scan
+        before = tl.cumsum(both, 0) - both
+        larger_before = n_larger + (before & 0xFFFF)
+        same_before = n_same + (before >> 16)
+        chosen = (value > threshold) | ((value == threshold) & (same_before < n_equal))
         tl.store(target + larger_before + tl.minimum(same_before, n_equal), at + i, mask=chosen)
-        n_larger += tl.sum(larger, 0)
-        n_same += tl.sum(same, 0)
+        total = tl.sum(both, 0)
+        n_larger += total & 0xFFFF
+        n_same += total >> 16
 
 
 class IndexScratch:
     """Scores, bins and candidates of `n_rows` rows with at most `n_blocks` blocks; used by one launch at a time."""
 
     def __init__(self, device: torch.device, *, n_blocks: int, n_rows: int) -> None:
+        n_blocks = triton.cdiv(n_blocks, SELECT_TILE) * SELECT_TILE
         self.scores = torch.empty((n_rows, n_blocks), dtype=torch.float32, device=device)
         self.candidates = torch.empty((n_rows, n_blocks), dtype=torch.int32, device=device)
         self.bins = torch.zeros((n_rows, N_BINS), dtype=torch.int32, device=device)
