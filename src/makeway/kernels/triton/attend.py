@@ -281,7 +281,7 @@ def combine_kernel(
     tl.store(out + place * D + i, result)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "n"])
 def chunk_kernel(
     q,
     gate,

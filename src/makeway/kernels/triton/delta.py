@@ -23,7 +23,7 @@ DELTA_COLUMNS = 32  # columns of a head's state in a program
 DELTA_WARPS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def delta_kernel(
     state,
     q,

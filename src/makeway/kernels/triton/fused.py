@@ -111,7 +111,7 @@ def hc_combine(h: Tensor, inject: Tensor, out: Tensor) -> Tensor:
     return new_h
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def silu_kernel(x, parts, part_stride, scale, n, BLOCK: tl.constexpr, PARTS: tl.constexpr):
     """silu(x * scale) as parts."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

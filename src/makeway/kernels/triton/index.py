@@ -136,7 +136,7 @@ def index_pool(raw: Tensor, gamma: Tensor, *, kv: KVLayer, rows: Rows, eps: floa
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "n"])
 def score_kernel(
     q,
     pooled,
@@ -230,7 +230,7 @@ def n_reaching(lows, n_candidates, least, TILE: tl.constexpr):
     return count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def select_kernel(
     scores,
     bins,
