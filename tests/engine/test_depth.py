@@ -79,23 +79,33 @@ def costs(step_s, pass_s=0.1, n=3):
 
 def test_costs_are_medians_with_lines_between_and_a_floor():
     measured = costs({1: 1.0, 4: 1.6})
+    assert measured.ratio(4) / measured.ratio(1) == pytest.approx(1.6)
+    assert measured.per_pass / measured.ratio(1) == pytest.approx(0.1)
+    before = measured.ratio(1)
     measured.observe(1, step_s=50.0, n_passes=0, draft_s=0.0)
-    assert measured.step_s(1) == 1.0, "one slow step changes nothing"
-    assert measured.step_s(2) == pytest.approx(1.2)
-    assert measured.step_s(8) > 1.6
-    assert measured.pass_s == pytest.approx(0.1)
+    assert measured.ratio(1) == pytest.approx(before, rel=0.01), "one slow step changes nothing"
+    assert measured.ratio(2) / measured.ratio(1) == pytest.approx(1.2)
+    assert measured.ratio(8) > measured.ratio(4)
     noisy = costs({1: 1.0, 2: 0.5})
-    assert noisy.step_s(2, least=1) >= 1.0, "more rows never cost less"
+    assert noisy.ratio(2, least=1) >= noisy.ratio(1), "more rows never cost less"
     fresh = StepCosts()
-    assert fresh.step_s(1) < fresh.step_s(2) < fresh.step_s(8)
-    assert fresh.pass_s > 0
+    assert fresh.ratio(1) < fresh.ratio(2) < fresh.ratio(8)
+    assert fresh.per_pass > 0
+
+
+def test_a_machine_that_changes_its_pace_changes_no_ratio():
+    """Two rows cost 1.3 times one; the machine becomes half as fast, and only single rows are measured for a while."""
+    measured = costs({1: 1.0, 2: 1.3}, n=9)
+    for _ in range(30):
+        measured.observe(1, step_s=2.0, n_passes=0, draft_s=0.0)
+    assert measured.ratio(2) / measured.ratio(1) == pytest.approx(1.3, rel=0.02)
 
 
 def test_costs_that_are_old_are_forgotten():
     measured = costs({1: 1.0, 2: 9.0})
     for _ in range(StepCosts.STALE + 1):
         measured.observe(1, step_s=1.0, n_passes=0, draft_s=0.0)
-    assert measured.step_s(2) < 2.0
+    assert measured.ratio(2) < 2.0 * measured.ratio(1)
     assert measured.knows(1)
     assert not measured.knows(2)
 
@@ -143,7 +153,7 @@ def test_auto_takes_what_promises_most_tokens_a_second(by_sequence, extra, pass_
 
     def speed(depths):
         tokens = sum(1 + sum(w.chances[:d]) for w, d in zip(wanted, depths, strict=True))
-        return tokens / (measured.step_s(n + sum(depths), least=n) + max(depths) * measured.pass_s)
+        return tokens / (measured.ratio(n + sum(depths), least=n) + max(depths) * measured.per_pass)
 
     chosen = DepthChooser(AUTO, measured).choose(wanted, n_rows=n_rows)
     best = max(speed(d) for d in itertools.product(range(4), repeat=n) if sum(d) + n <= n_rows)

@@ -21,10 +21,11 @@ MTP_DEPTH = 3
 LOOKUP_DEPTH = MAX_ROWS - 1
 """Deepest `auto` where text is copied, which goes on for long once it has begun."""
 HOPE: dict[Source, float] = {"mtp": 0.7, "lookup": 0.6}
-"""Acceptance taken for granted before anything was seen; it counts as two drafts."""
+HOPES = 4
+"""Acceptance taken for granted before anything was seen; it counts as so many drafts."""
 MEMORY = 1 / 12
 """Weight of the newest draft in an acceptance once there are more than twelve."""
-PROBE_STEPS = (8, 256)
+PROBE_STEPS = (4, 64)
 """Steps without drafts before one is tried again: at first, and at most after doubling with each failure."""
 PROFIT = 1.03
 """A depth is taken when it promises this much more than none: a tie would only add noise."""
@@ -84,7 +85,7 @@ class Acceptance:
         """A step's drafts, of which the first `n_accepted` were right and the next one, if any, was wrong."""
         for i in range(min(n_drafted, n_accepted + 1, len(self.rates))):
             self.n_seen[i] += 1
-            weight = max(MEMORY, 1 / (self.n_seen[i] + 2))
+            weight = max(MEMORY, 1 / (self.n_seen[i] + HOPES))
             self.rates[i] += weight * (float(i < n_accepted) - self.rates[i])
 
     def survivals(self, depth: int) -> list[float]:
@@ -97,9 +98,11 @@ class Acceptance:
 
 
 class StepCosts:
-    """Measured seconds: of a step by its rows, and of one pass of the drafter; medians of the last few.
+    """What steps cost by their rows, and a pass of the drafter: medians of the last few.
 
-    What was not measured for `STALE` steps is forgotten, so that a size that was slow once is tried again.
+    Kept as multiples of `unit`, the pace of the last steps whatever their rows, so that sizes measured at different
+    times can be compared although contexts grow and machines are shared. What was not measured for `STALE` steps is
+    forgotten, so that a size that was slow once is tried again.
     """
 
     EXTRA_ROW = 0.15
@@ -111,49 +114,51 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._n_steps = 0
-        self._times: dict[int, deque[float]] = {}
+        self._pace: deque[float] = deque(maxlen=5)
+        self._ratios: dict[int, deque[float]] = {}
         self._measured_at: dict[int, int] = {}
         self._passes: deque[float] = deque(maxlen=9)
 
     def observe(self, rows: int, *, step_s: float, n_passes: int, draft_s: float) -> None:
         """One step: `step_s` without the `draft_s` that `n_passes` of the drafter took."""
         self._n_steps += 1
-        self._times.setdefault(rows, deque(maxlen=9)).append(step_s)
+        if rows in self._ratios or not self._pace:  # what a new size takes says nothing about the pace
+            self._pace.append(step_s / self.ratio(rows))
+        unit = median(self._pace)
+        self._ratios.setdefault(rows, deque(maxlen=9)).append(step_s / unit)
         self._measured_at[rows] = self._n_steps
         if n_passes:
-            self._passes.append(draft_s / n_passes)
+            self._passes.append(draft_s / n_passes / unit)
         for stale in [r for r, at in self._measured_at.items() if self._n_steps - at > self.STALE]:
-            del self._times[stale], self._measured_at[stale]
+            del self._ratios[stale], self._measured_at[stale]
 
     def knows(self, rows: int) -> bool:
         """Whether a step of so many rows was measured, or nothing at all yet."""
-        return rows in self._times or self._n_steps < 3
+        return rows in self._ratios or self._n_steps < 3
 
     @property
-    def pass_s(self) -> float:
-        """Seconds of one pass of the drafter."""
-        return median(self._passes) if self._passes else self.EXTRA_PASS * self.step_s(1)
+    def per_pass(self) -> float:
+        """One pass of the drafter, in units."""
+        return median(self._passes) if self._passes else self.EXTRA_PASS * self.ratio(1)
 
-    def step_s(self, rows: int, *, least: int | None = None) -> float:
-        """Seconds of a step of so many rows, at least `LEAST_ROW` a row more than one of `least` rows."""
-        seconds = self._step_s(rows)
-        if least is None:
-            return seconds
-        return max(seconds, self._step_s(least) * (1.0 + self.LEAST_ROW * (rows - least)))
+    def ratio(self, rows: int, *, least: int | None = None) -> float:
+        """A step of so many rows, in units; at least `LEAST_ROW` a row more than one of `least` rows."""
+        ratio = self._ratio(rows)
+        return ratio if least is None else max(ratio, self._ratio(least) * (1.0 + self.LEAST_ROW * (rows - least)))
 
-    def _step_s(self, rows: int) -> float:
-        """Between two measured sizes on a line; beyond them by `EXTRA_ROW`. In units of one row before any measure."""
-        if rows in self._times:
-            return median(self._times[rows])
-        below = max((r for r in self._times if r < rows), default=None)
-        above = min((r for r in self._times if r > rows), default=None)
+    def _ratio(self, rows: int) -> float:
+        """Between two measured sizes on a line; beyond them by `EXTRA_ROW`."""
+        if rows in self._ratios:
+            return median(self._ratios[rows])
+        below = max((r for r in self._ratios if r < rows), default=None)
+        above = min((r for r in self._ratios if r > rows), default=None)
         if below is not None and above is not None:
-            low, high = median(self._times[below]), median(self._times[above])
+            low, high = median(self._ratios[below]), median(self._ratios[above])
             return low + (rows - below) / (above - below) * (high - low)
         nearest = below if below is not None else above
         if nearest is None:
             return self._relative(rows)
-        return median(self._times[nearest]) * self._relative(rows) / self._relative(nearest)
+        return median(self._ratios[nearest]) * self._relative(rows) / self._relative(nearest)
 
     def _relative(self, rows: int) -> float:
         return 1.0 + self.EXTRA_ROW * (rows - 1)
@@ -237,11 +242,11 @@ class DepthChooser:
         ]
         drafts.sort()
         tokens, passes, best = float(n), 0, 0
-        best_rate = n / costs.step_s(n) * PROFIT
+        best_rate = n / costs.ratio(n) * PROFIT
         for m, (chance, place, _, source) in enumerate(drafts[:free], start=1):
             tokens -= chance
             passes = max(passes, place if source == "mtp" else 0)
-            rate = tokens / (costs.step_s(n + m, least=n) + passes * costs.pass_s)
+            rate = tokens / (costs.ratio(n + m, least=n) + passes * costs.per_pass)
             if rate > best_rate:
                 best, best_rate = m, rate
         depths = [0] * n
