@@ -28,7 +28,7 @@ The last four work on places of recurrent state, in place: they (1) replay the `
 and the rows' inputs as the place's kept rows.
 
 Larger steps, each the same as some of the above one after the other (`kernels/reference_blocks.py`); a layer uses them
-where it can: linears, norm_rope, hc_mix, hc_combine, gated_delta, moe_input.
+where it can: linears, norm_rope, hc_mix, hc_combine, ple_gate, gated_delta, moe_input.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -73,6 +73,7 @@ class Ops:
     norm_rope: Callable[..., Tensor] = reference_blocks.norm_rope
     hc_mix: Callable[..., tuple[Tensor, Tensor, Tensor | None]] = reference_blocks.hc_mix
     hc_combine: Callable[[Tensor, Tensor, Tensor], Tensor] = reference_blocks.hc_combine
+    ple_gate: Callable[..., tuple[Tensor, Tensor]] = reference_blocks.ple_gate
     gated_delta: Callable[..., Tensor] = reference_blocks.gated_delta
     moe_input: Callable[..., tuple[Tensor, Tensor, Tensor]] = reference_blocks.moe_input
     notes: Mapping[str, str] = field(default_factory=dict)

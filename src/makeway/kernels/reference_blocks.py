@@ -76,6 +76,22 @@ def hc_mix(
     return h, total / n_streams, inject
 
 
+def ple_gate(
+    key: Tensor, h: Tensor, value: Tensor, *, norm_key: Tensor, norm_query: Tensor, norm_conv: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """How much of an n-gram's value [n, hidden] each stream takes: by the product of its key with the stream.
+
+    key, h f32 [n, streams, hidden]; the norms' gammas f32 [streams * hidden]. Returns the gated value f32 [n, streams,
+    hidden], and it normed, f32 [n, streams * hidden].
+    """
+    n, n_streams, hidden = h.shape
+    key_gamma, query_gamma, conv_gamma = (g.view(n_streams, hidden) for g in (norm_key, norm_query, norm_conv))
+    dot = (rms_norm(key, key_gamma, eps) * rms_norm(h, query_gamma, eps)).sum(-1) * hidden**-0.5
+    gate = sigmoid(torch.sign(dot) * torch.sqrt(dot.abs().clamp(min=1e-6)))
+    gated = gate[:, :, None] * value[:, None, :]
+    return gated, rms_norm(gated, conv_gamma, eps).reshape(n, -1)
+
+
 def gated_delta(
     qkv: Tensor,
     gate: Tensor,

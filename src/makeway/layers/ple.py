@@ -13,7 +13,6 @@ from torch import Tensor
 
 from makeway.kernels import Ops, Weight
 from makeway.kv import Batch
-from makeway.layers.hyper_connections import stream_norm
 
 
 @dataclass(frozen=True)
@@ -72,12 +71,16 @@ def ple(ops: Ops, w: PleWeights, hashes: PleHash, *, layer: int, h: Tensor, batc
     embedded = batch.gathered.get(layer)
     if embedded is None:
         embedded = gather(w.table, hashes, layer=layer, batch=batch).to(h.device)
-    key = stream_norm(ops, ops.linear(embedded, w.key).view(n, n_streams, hidden), w.norm_key, eps)
-    query = stream_norm(ops, h, w.norm_query, eps)
-    dot = (key * query).sum(-1) * hidden**-0.5
-    gate = ops.sigmoid(torch.sign(dot) * torch.sqrt(dot.abs().clamp(min=1e-6)))
-    gated = gate[:, :, None] * ops.linear(embedded, w.value)[:, None, :]
-    normed = stream_norm(ops, gated, w.norm_conv, eps).reshape(n, -1)
+    key, value = ops.linears(embedded, (w.key, w.value))
+    gated, normed = ops.ple_gate(
+        key.view(n, n_streams, hidden),
+        h,
+        value,
+        norm_key=w.norm_key,
+        norm_query=w.norm_query,
+        norm_conv=w.norm_conv,
+        eps=eps,
+    )
     state = batch.states.conv("ple_conv", layer)
     convolved = ops.silu(ops.conv_step(normed, w.conv, state=state, rows=batch.rows, dilation=hashes.ngram))
     return gated + convolved.view_as(gated)

@@ -20,7 +20,8 @@ Case = tuple[str, Any, dict[str, Any], dict[str, str]]
 INTS = "row_segment block_tables blocks selected first_row n_rows places n_replay bins candidates"
 FLOATS = (
     "x y q k v gate up keys values gamma raw ring logits weights sums kernel tail kept state decay beta kept_k kept_v"
-    " kept_gates a dt_bias gates_out h inject added new_h normed raw_inject shared_gate scores"
+    " kept_gates a dt_bias gates_out h inject added new_h key value norm_key norm_query norm_conv gated normed"
+    " raw_inject shared_gate scores"
 )
 TYPES = {
     **dict.fromkeys(INTS.split(), "*i32"),
@@ -135,6 +136,7 @@ def others() -> Iterator[Case]:
     yield "route", small.route_kernel, sizes, TYPES
     sizes = {"D": 2560, "PADDED": 4096, "ADD": True, "PARTS": 2, "num_warps": 8}
     yield "stream norm", fused.stream_norm_kernel, sizes, PARTS
+    yield "PLE gate", fused.ple_gate_kernel, {"D": 2560, "PADDED": 4096, "num_warps": 8}, PARTS
     yield "streams combined", fused.combine_kernel, {"BLOCK": 1024, "num_warps": 4}, PARTS
     yield "silu", fused.silu_kernel, {"BLOCK": 512, "PARTS": 2, "num_warps": 4}, PARTS
     sizes = {"N_STREAMS": 4, "PADDED_STREAMS": 4, "BLOCK": 256, "INJECT": True, "PARTS": 2, "num_warps": 2}

@@ -49,6 +49,18 @@ def test_the_end_of_a_mixer(n_streams, device):
     assert fused.mixed(up.to(device), normed.to(device), None, n_streams=n_streams, n_parts=1)[2] is None
 
 
+def test_the_gate_of_ple(device):
+    key, h, value = randn(3, 2, 40), randn(3, 2, 40, seed=1), randn(3, 40, seed=2)
+    key[1] = 0.0  # no product: the gate is half open
+    norms = {name: randn(80, seed=i + 3) for i, name in enumerate(("norm_key", "norm_query", "norm_conv"))}
+    expected = blocks.ple_gate(key, h, value, **norms, eps=1e-6)
+    on_device = {name: t.to(device) for name, t in norms.items()}
+    found = fused.ple_gate(key.to(device), h.to(device), value.to(device), **on_device, eps=1e-6)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(found[0][1].cpu(), value[1] / 2)
+
+
 def test_activations_in_front_of_matrices(device):
     x, y, factor = randn(2, 600), randn(2, 600, seed=1), randn(2, 1, seed=2)
     parts = fused.silu_parts(x.to(device), scale=0.25, n_parts=2)

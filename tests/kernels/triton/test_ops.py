@@ -29,6 +29,16 @@ def test_a_matrix_that_no_kernel_reads_is_named(device):
     assert ops.kernels["linear F32 of 20"] == "reference"
 
 
+def test_activations_that_changed_in_place_are_read_again(device):
+    ops = triton_ops(device)
+    weight = Weight(torch.eye(32).view(torch.uint8).to(device), GGMLType.F32, 32)
+    x = torch.ones(2, 32, device=device)
+    assert torch.equal(ops.linear(x, weight), x)
+    x.mul_(3.0)
+    assert torch.equal(ops.linear(x, weight), x)
+    assert torch.equal(ops.linears(x[:1] * 2.0, (weight, weight))[1], x[:1] * 2.0)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("name", "limit"), [("qwen3moe-base-bf16", 0.03), ("qwen4exp-k96-UD-Q4_K_XL", 0.06)])

@@ -111,6 +111,64 @@ def hc_combine(h: Tensor, inject: Tensor, out: Tensor) -> Tensor:
     return new_h
 
 
+@triton.jit
+def ple_gate_kernel(
+    key,
+    h,
+    value,
+    norm_key,
+    norm_query,
+    norm_conv,
+    gated,
+    normed,
+    eps,
+    D: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """One stream of a row: gate from the product of normed key and stream; gated value, and it normed."""
+    row = tl.program_id(0).to(tl.int64)
+    stream = tl.program_id(1)
+    i = tl.arange(0, PADDED)
+    inside = i < D
+    at = (row * tl.num_programs(1) + stream) * D + i
+    k = tl.load(key + at, mask=inside, other=0.0)
+    q = tl.load(h + at, mask=inside, other=0.0)
+    k = k * tl.rsqrt(tl.sum(k * k, 0) / D + eps) * tl.load(norm_key + stream * D + i, mask=inside, other=0.0)
+    q = q * tl.rsqrt(tl.sum(q * q, 0) / D + eps) * tl.load(norm_query + stream * D + i, mask=inside, other=0.0)
+    dot = tl.sum(k * q, 0) * (1.0 / tl.sqrt(D * 1.0))
+    root = tl.sqrt(tl.maximum(tl.abs(dot), 1e-6))
+    gate = sigmoid_of(tl.where(dot > 0.0, root, tl.where(dot < 0.0, -root, 0.0)))
+    v = gate * tl.load(value + row * D + i, mask=inside, other=0.0)
+    tl.store(gated + at, v, mask=inside)
+    v = v * tl.rsqrt(tl.sum(v * v, 0) / D + eps) * tl.load(norm_conv + stream * D + i, mask=inside, other=0.0)
+    tl.store(normed + at, v, mask=inside)
+
+
+def ple_gate(
+    key: Tensor, h: Tensor, value: Tensor, *, norm_key: Tensor, norm_query: Tensor, norm_conv: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """`kernels/reference_blocks.py:ple_gate`."""
+    key, h, value = key.contiguous(), h.contiguous(), value.contiguous()
+    n, n_streams, hidden = h.shape
+    gated = torch.empty_like(h)
+    normed = torch.empty((n, n_streams * hidden), dtype=torch.float32, device=h.device)
+    ple_gate_kernel[(n, n_streams)](
+        key,
+        h,
+        value,
+        norm_key,
+        norm_query,
+        norm_conv,
+        gated,
+        normed,
+        eps,
+        D=hidden,
+        PADDED=triton.next_power_of_2(hidden),
+        num_warps=8,
+    )
+    return gated, normed
+
+
 @triton.jit(do_not_specialize=["n"])
 def silu_kernel(x, parts, part_stride, scale, n, BLOCK: tl.constexpr, PARTS: tl.constexpr):
     """silu(x * scale) as parts."""

@@ -36,7 +36,7 @@ class TritonOps:
         self._chunks: chunks.LinearScratch | None = None
         self._delta: dict[tuple[int, ...], DeltaScratch] = {}
         self._index: dict[tuple[int, int], index.IndexScratch] = {}
-        self._known: tuple[Tensor, int, Tensor] | None = None
+        self._known: tuple[Tensor, tuple[int, bool], Tensor] | None = None
         self.notes: dict[str, str] = {}
 
     def linear(self, x: Tensor, weight: Weight) -> Tensor:
@@ -137,12 +137,12 @@ class TritonOps:
 
     def _remember(self, x: Tensor, parts: Tensor) -> None:
         """`parts` are x's, as long as nobody changes x."""
-        self._known = (x, x._version, parts)
+        self._known = (x, _moment(x), parts)
 
     def _parts_of(self, x: Tensor) -> Tensor:
         """x f32 [n, n_cols] as matrices take it: bf16 [parts, n, n_cols]; made once for several matrices."""
         known = self._known
-        if known is None or known[0] is not x or known[1] != x._version:
+        if known is None or known[0] is not x or known[1] != _moment(x):
             dense = x.contiguous()
             self._remember(x, linear.split(dense) if x.shape[0] <= linear.MAX_ROWS else dense.bfloat16()[None])
         assert self._known is not None
@@ -160,6 +160,11 @@ class TritonOps:
             room = torch.empty(n_bytes, dtype=torch.uint8, device=self._device)
             self._delta[shape] = DeltaScratch.of(room, n_heads, d_k=d_k, d_v=d_v)
         return self._delta[shape]
+
+
+def _moment(x: Tensor) -> tuple[int, bool]:
+    """Changes when x changes, and when a graph begins: what a graph does not make itself, it would not make again."""
+    return x._version, x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _n_parts(n: int) -> int:
@@ -193,6 +198,7 @@ def triton_ops(device: torch.device) -> Ops:
         norm_rope=small.norm_rope,
         hc_mix=ops.hc_mix,
         hc_combine=fused.hc_combine,
+        ple_gate=fused.ple_gate,
         gated_delta=ops.gated_delta,
         moe_input=ops.moe_input,
         notes=ops.notes,
