@@ -3,7 +3,8 @@
     python bench/gpu_bisect.py MODEL.gguf [--tokens 200] [--chunk 64]
 
 Reads the same tokens with the reference, then with one operation at a time served by Triton, and prints the largest
-and the mean difference of the logits; a JSON line last. Rounding to bf16 shows at `linear`; anything much larger is a fault.
+and the mean difference of the logits; a JSON line last. Rounding to bf16 shows at `linear`; anything much
+larger is a fault.
 """
 
 import argparse

@@ -57,7 +57,7 @@ def test_a_longer_prompt_takes_longer_and_several_sweeps_cost_several_crossings(
 
 
 def test_short_prompts_copy_only_what_they_route(flash):
-    assert 8 < flash.copy_all_tokens <= 512
+    assert 8 < flash.copy_all_tokens <= 1024
     assert not flash.lend_for(8).copies_all
     forced = plan_memory(flash.facts, replace(flash.request, copy_all_tokens=0), rates=flash.rates)
     assert forced.lend_for(1).copies_all
@@ -102,7 +102,7 @@ def test_break_even_lends_only_when_it_pays():
     assert first is not None
     assert first > plan.short_sweep_tokens >= 256
     lend = plan.lend_for(first)
-    stay = plan.lending(first, plan.short_sweep_tokens, plan.sizes.short_shape, n_kept=plan.decode.n_ranks)
+    stay = plan.lending(first, plan.short_sweep_tokens, plan.stay_shape, n_kept=plan.decode.n_ranks)
     assert predict.lending_cost_s(plan, lend) <= predict.lending_cost_s(plan, stay)
 
 

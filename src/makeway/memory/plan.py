@@ -101,7 +101,8 @@ class PrefillLayout:
 class MemoryPlan:
     """A plan that fits. Offsets are in the arena, which takes `arena_bytes` of the `vram_bytes`.
 
-    `n_slots`: published slots per layer; `max_sweep_tokens`: the longest sweep (everything lent);
+    `shape`, `stay_shape`: how sweeps are cut that lend, and that do not. `n_slots`: published slots per layer;
+    `max_sweep_tokens`: the longest sweep (everything lent);
     `short_sweep_tokens`: the longest sweep that lends nothing; `lend_from_tokens`: shortest prompt that
     lends (None: none does); `copy_all_tokens`: from so many tokens a sweep copies all experts.
     """
@@ -118,6 +119,7 @@ class MemoryPlan:
     n_spares: int
     rows: int
     shape: SweepShape
+    stay_shape: SweepShape
     max_sweep_tokens: int
     short_sweep_tokens: int
     lend_from_tokens: int | None
@@ -154,7 +156,7 @@ class MemoryPlan:
             raise ValueError("a prompt has at least one token")
         threshold = self.lend_from_tokens
         if threshold is None or n_tokens < threshold:
-            return self.lending(n_tokens, self.short_sweep_tokens, self.sizes.short_shape, n_kept=self.decode.n_ranks)
+            return self.lending(n_tokens, self.short_sweep_tokens, self.stay_shape, n_kept=self.decode.n_ranks)
         if self.request.handover == "always":
             return self.lending(n_tokens, self.max_sweep_tokens, self.shape, n_kept=0)
         return self.lending(n_tokens, self.max_sweep_tokens, self.shape)
@@ -261,8 +263,9 @@ def plan_memory(facts: PlanFacts, request: PlanRequest, *, rates: Rates = DEFAUL
     limit = min(request.context, request.sweep_tokens or request.context)
     grows = request.slots is not None or n_slots == sizes.n_experts
     short = min(limit, sizes.longest(sizes.short_shape, swing.end - slots.end if grows else sizes.tail_bytes))
+    stay_shape = _stay_shape(sizes, swing.end - slots.end, short)
     if request.handover == "never":
-        shape, longest = sizes.short_shape, short
+        shape, longest = stay_shape, short
     plan = MemoryPlan(
         facts=facts,
         request=request,
@@ -276,6 +279,7 @@ def plan_memory(facts: PlanFacts, request: PlanRequest, *, rates: Rates = DEFAUL
         n_spares=n_ranks - n_slots,
         rows=sizes.rows,
         shape=shape,
+        stay_shape=stay_shape,
         max_sweep_tokens=max(longest, short) if request.handover == "auto" else longest,
         short_sweep_tokens=short,
         lend_from_tokens=None,
@@ -322,6 +326,16 @@ def _choose_shape(sizes: Sizes, swing_bytes: int) -> tuple[SweepShape, int]:
     return last, min(target, sizes.longest(last, swing_bytes))
 
 
+def _stay_shape(sizes: Sizes, room_bytes: int, n_tokens: int) -> SweepShape:
+    """The roomiest shape that reads `n_tokens` beside all slots; at least the one that there is always room for."""
+    least = sizes.short_shape
+    for shape in sizes.shapes:
+        larger = shape.piece_experts >= least.piece_experts and shape.chunk >= least.chunk
+        if larger and sizes.need_bytes(shape, n_tokens) <= room_bytes:
+            return shape
+    return least
+
+
 def _lend_from(plan: MemoryPlan, longest: int) -> int | None:
     """Shortest prompt for which borrowing and restoring takes less time than more sweeps in a small room.
 
@@ -339,7 +353,7 @@ def _lend_from(plan: MemoryPlan, longest: int) -> int | None:
         n_tokens = multiple * short + 1
         if n_tokens > request.context:
             return None
-        stay = plan.lending(n_tokens, short, plan.sizes.short_shape, n_kept=plan.decode.n_ranks)
+        stay = plan.lending(n_tokens, short, plan.stay_shape, n_kept=plan.decode.n_ranks)
         lend = plan.lending(n_tokens, longest, plan.shape)
         if predict.lending_cost_s(plan, lend) <= predict.lending_cost_s(plan, stay):
             return n_tokens

@@ -24,7 +24,7 @@ SHORT_TOKENS = 256  # a prompt of so many tokens never needs a loan: the room is
 NEVER_TOKENS = 2048  # sweep length that `handover="never"` keeps room for, unless given
 TARGET_SWEEP_TOKENS = 32768  # a smaller chunk and ring are chosen before sweeps get shorter than this
 TILE_ROWS_PER_EXPERT = 256  # (token, expert) rows of MoE scratch per expert of a piece
-SHORT_PIECE = 8  # experts of a piece when nothing is lent: 24 MiB at Flash-Next, link rate is reached
+SHORT_PIECE = 16  # experts of a piece when nothing is lent, if three such pieces are worth no more than a slot a layer
 DEFAULT_RESERVE_BYTES = 768 * MIB
 """VRAM left to the driver context, cuBLAS, graph pools and compiled kernels on a GPU (CPU: pass 0)."""
 DEFAULT_PREFIX_BYTES = 2 * GIB  # RAM for what earlier requests have read
@@ -251,10 +251,12 @@ class Sizes:
 
     @cached_property
     def short_shape(self) -> SweepShape:
-        """The shape of a sweep that lends nothing: its ring is the transient region."""
+        """The shape of a sweep that lends nothing in the least room: its ring takes the transient region, or what one
+        slot a layer takes, which is about as much."""
         chunk = self.request.chunk or (512 if self.request.handover == "never" else SHORT_TOKENS)
-        piece = max(1, min(SHORT_PIECE, self.transient_experts // 3))
-        return SweepShape(chunk, piece, self.transient_experts // piece)
+        worth = max(self.transient_experts, len(self.layers))
+        piece = max(1, min(SHORT_PIECE, self.n_experts, worth // 3))
+        return SweepShape(chunk, piece, max(self.transient_experts // piece, min(3, worth // piece)))
 
     @cached_property
     def short_tokens(self) -> int:
@@ -280,10 +282,9 @@ class Sizes:
         return tuple(seen)
 
     def ring_bytes(self, shape: SweepShape) -> int:
-        """The staging ring: the whole transient region when nothing is lent."""
-        if shape == self.short_shape:
-            return self.transient_bytes
-        return shape.n_buffers * shape.piece_experts * self.stride_bytes
+        """The staging ring; at least the transient region when nothing is lent."""
+        ring = shape.n_buffers * shape.piece_experts * self.stride_bytes
+        return max(ring, self.transient_bytes) if shape == self.short_shape else ring
 
     def workspace_bytes(self, shape: SweepShape, n_tokens: int) -> int:
         """Scratch of a sweep of `n_tokens`: mixer of a chunk, then MoE of a piece, then logits; the largest."""
