@@ -81,3 +81,8 @@ def test_route(n_experts, top_k, device):
     expected_ids, expected = reference.route(logits, top_k)
     assert torch.equal(ids.cpu(), expected_ids)
     torch.testing.assert_close(weights.cpu(), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_a_row_of_nan_names_different_experts_that_exist(device):
+    ids, _ = small.route(torch.full((1, 20), torch.nan, device=device), 6)
+    assert sorted(ids[0].tolist()) == list(range(6))

@@ -199,6 +199,7 @@ def route_kernel(
     logit = tl.load(logits + row * EXPERTS + i, mask=i < EXPERTS, other=-float("inf"))
     shifted = tl.exp(logit - tl.max(logit, 0))
     left = tl.where(i < EXPERTS, shifted / tl.sum(shifted, 0), -1.0)
+    left = tl.where(left == left, left, 0.0)  # logits that are no numbers still name different experts that exist
     k = tl.arange(0, PADDED_K)
     chosen = tl.zeros([PADDED_K], tl.int32)
     values = tl.zeros([PADDED_K], tl.float32)
