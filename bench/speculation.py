@@ -3,7 +3,7 @@
     python bench/speculation.py [--tokens 160] [--rounds 2] [--arms mtp:auto,mtp:3] [--texts prose,code,random]
 
 Texts: held-out documentation, this repository's own code, and random tokens drawn from a flat distribution, which
-nobody can guess. Every arm says the same text (checked). Arms take turns within a round, and speed is also given in
+nobody can guess. Every arm says the same text (checked). Arms take turns step by step, and speed is also given in
 seconds of this process alone, which is also the clock that `auto` goes by here, because the clock of a shared machine
 is not to be trusted; both are medians of rounds.
 """
@@ -40,17 +40,25 @@ def sampling(name: str, seed: int, n_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=n_tokens, ignore_eos=True, temperature=0.8, top_k=40, seed=seed)
 
 
-def answer(engine: Engine, tokens: list[int], params: SamplingParams) -> dict:
-    """The text after its first token: its wall and process seconds, and what was drafted."""
-    text, wall, cpu = [], 0.0, 0.0
-    for event in engine.generate(tokens, params):
-        if event.token is not None:
-            text.append(event.token)
-            if len(text) == 1:
-                wall, cpu = time.perf_counter(), time.process_time()
-    counts = event.timings.drafts
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    return {"text": text, "wall_s": wall, "cpu_s": cpu, "counts": counts}
+def race(engines: dict, tokens: list[int], params: SamplingParams) -> dict:
+    """One text by every arm; the one that is behind makes the next step, so that all see the same machine. Wall and
+    process seconds of the steps after the first token."""
+    results = {arm: {"text": [], "wall_s": 0.0, "cpu_s": 0.0, "counts": None} for arm in engines}
+    for engine in engines.values():
+        engine.add(tokens, params)
+    while waiting := [arm for arm in engines if results[arm]["counts"] is None]:
+        arm = min(waiting, key=lambda arm: len(results[arm]["text"]))
+        result, wall, cpu = results[arm], time.perf_counter(), time.process_time()
+        is_answering = bool(result["text"])
+        for event in engines[arm].step():
+            if event.token is not None:
+                result["text"].append(event.token)
+            if event.timings is not None:
+                result["counts"] = event.timings.drafts
+        if is_answering:
+            result["wall_s"] += time.perf_counter() - wall
+            result["cpu_s"] += time.process_time() - cpu
+    return results
 
 
 def main() -> None:
@@ -83,10 +91,10 @@ def main() -> None:
     for name in options.texts.split(","):
         results = {arm: [] for arm in arms}
         for seed in range(options.rounds):
-            for arm in arms:
-                params = sampling(name, seed, options.tokens)
-                results[arm].append(answer(engines[arm], prompt(engines[arm], name, seed), params))
-                assert results[arm][-1]["text"] == results["none", "auto"][seed]["text"], "drafts changed the text"
+            tokens = prompt(engines["none", "auto"], name, seed)
+            for arm, result in race(engines, tokens, sampling(name, seed, options.tokens)).items():
+                results[arm].append(result)
+                assert result["text"] == results["none", "auto"][seed]["text"], "drafts changed the text"
         base = results["none", "auto"]
         for arm in arms:
             ratios = {
