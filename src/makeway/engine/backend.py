@@ -102,9 +102,18 @@ class TritonBackend:
         self._step: tuple[ExpertCache, StepExperts] | None = None
 
     def step_experts(self, cache: ExpertCache, arena: Arena, *, transient: View, rows: int) -> StepExperts:
-        """The same object for the same cache: captured graphs hold its tables."""
+        """The same object for the same cache: captured graphs hold its tables. Raises UserError for experts of a type
+        without a kernel."""
         from makeway.experts.in_graph import DeviceExperts
+        from makeway.kernels.triton.unpack import PLANES
 
+        types = {shape.type for layer in cache.store.layers for shape in layer.shapes}
+        missing = sorted(kind.name for kind in types if kind not in PLANES)
+        if missing:
+            raise UserError(
+                f"experts of type {', '.join(missing)} have no GPU kernel yet; use --kernels reference (very slow), or a "
+                f"file with experts of {', '.join(sorted(kind.name for kind in PLANES))}"
+            )
         if self._step is None or self._step[0] is not cache:
             self._step = (cache, DeviceExperts(cache, arena=arena.whole, most_rows=rows))
         return self._step[1]
