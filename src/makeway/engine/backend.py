@@ -111,8 +111,8 @@ class TritonBackend:
         missing = sorted(kind.name for kind in types if kind not in PLANES)
         if missing:
             raise UserError(
-                f"experts of type {', '.join(missing)} have no GPU kernel yet; use --kernels reference (very slow), or a "
-                f"file with experts of {', '.join(sorted(kind.name for kind in PLANES))}"
+                f"experts of type {', '.join(missing)} have no GPU kernel yet; use --kernels reference (very slow), or "
+                f"a file with experts of {', '.join(sorted(kind.name for kind in PLANES))}"
             )
         if self._step is None or self._step[0] is not cache:
             self._step = (cache, DeviceExperts(cache, arena=arena.whole, most_rows=rows))
