@@ -47,13 +47,30 @@ def test_progress_grows_to_the_whole_prompt(engine):
     assert len(done) == 2 * (3 + 1)  # 2 layers, 3 chunks of 20, and the experts
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 0.9, "seed": 3, "top_p": 0.95}])
-def test_chunk_size_and_company_do_not_change_the_tokens(engine, params):
+SAMPLED = {"temperature": 0.9, "seed": 3, "top_p": 0.95}
+
+
+@pytest.mark.parametrize(("chunk", "sweep"), [(1, 4096), (7, 20), (3, 1), (64, 31)])
+def test_chunk_size_does_not_change_the_tokens(engine, chunk, sweep):
+    prompt, _ = reference()
+    with Engine.load(golden_path(MODEL), EngineConfig(device="cpu", chunk=chunk, sweep_tokens=sweep)) as other:
+        assert answer(other, prompt, max_tokens=8, **SAMPLED)[:2] == answer(engine, prompt, max_tokens=8, **SAMPLED)[:2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("params", [{}, SAMPLED])
+def test_no_chunk_size_changes_a_long_answer(engine, params):
     prompt, _ = reference()
     alone = answer(engine, prompt, max_tokens=20, **params)[0]
     for chunk, sweep in ((1, 4096), (7, 4096), (512, 4096), (7, 20), (3, 1), (64, 31)):
         with Engine.load(golden_path(MODEL), EngineConfig(device="cpu", chunk=chunk, sweep_tokens=sweep)) as other:
             assert answer(other, prompt, max_tokens=20, **params)[0] == alone
+
+
+@pytest.mark.parametrize("params", [{}, SAMPLED])
+def test_company_does_not_change_the_tokens(engine, params):
+    prompt, _ = reference()
+    alone = answer(engine, prompt, max_tokens=20, **params)[0]
     sampling = SamplingParams(max_tokens=20, ignore_eos=True, **params)
     ids = [engine.add(p, sampling) for p in (prompt, prompt[::-1], prompt[:5], prompt)]
     tokens = {i: [] for i in ids}

@@ -30,16 +30,16 @@ def _tight():
 
 def covering():
     """Cases that hold every pair of values of any two factors, chosen greedily."""
-    names = list(FACTORS)
-    open_pairs = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in FACTORS[a] for y in FACTORS[b]}
-    cases = []
+    bit_of, masks = {}, []  # a bit for every pair of values, and a combination's pairs as a mask
+    combinations = [dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values())]
+    for case in combinations:
+        pairs = itertools.combinations(case.items(), 2)
+        masks.append(sum(1 << bit_of.setdefault(pair, len(bit_of)) for pair in pairs))
+    open_pairs, cases = (1 << len(bit_of)) - 1, []
     while open_pairs:
-        best = max(
-            (dict(zip(names, values, strict=True)) for values in itertools.product(*FACTORS.values())),
-            key=lambda case: sum(pair in open_pairs for pair in itertools.combinations(case.items(), 2)),
-        )
-        cases.append(best)
-        open_pairs -= set(itertools.combinations(best.items(), 2))
+        best = max(range(len(masks)), key=lambda i: (masks[i] & open_pairs).bit_count())
+        cases.append(combinations[best])
+        open_pairs &= ~masks[best]
     return cases
 
 

@@ -41,10 +41,20 @@ def test_logits_greedy_and_routes_equal_transformers(name):
 
 @pytest.mark.parametrize("name", BASE)
 def test_chunks_give_the_same_bits(name):
-    runner, _, tokens = load(name)
+    runner, reference, tokens = load(name)
     whole = runner.logits(tokens)
-    for chunk in (1, 7, 64):
+    for chunk in (7, 64):
         assert torch.equal(runner.logits(tokens, chunk), whole), f"chunk {chunk}"
+    sequence, n = runner.sequence(), int(reference["n_prompt"])
+    rows = [runner.model.head(runner.residual(sequence, t)) for t in (tokens[:n], *([t] for t in tokens[n:]))]
+    assert torch.equal(torch.cat(rows), whole), "a prompt, then single tokens"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BASE)
+def test_single_tokens_give_the_same_bits(name):
+    runner, _, tokens = load(name)
+    assert torch.equal(runner.logits(tokens, 1), runner.logits(tokens))
 
 
 @pytest.mark.parametrize("name", BASE)
@@ -72,8 +82,9 @@ def test_layer_outputs_equal_transformers(name):
         assert np.abs(at.numpy() - reference["layer_out"][layer]).max() <= LIMIT * scale, f"layer {layer}"
 
 
+@pytest.mark.parametrize("steps", [(2, 7, 12), pytest.param((1, 3, 5), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", BASE)
-def test_interleaved_sequences_give_the_same_bits_as_alone(name):
+def test_interleaved_sequences_give_the_same_bits_as_alone(name, steps):
     runner, _, tokens = load(name)
     others = [tokens[::-1], tokens[3:] + tokens[:3]]
     alone = [runner.logits(t) for t in (tokens, *others)]
@@ -83,7 +94,7 @@ def test_interleaved_sequences_give_the_same_bits_as_alone(name):
     done = [0, 0, 0]
     for turn in range(1000):
         parts = []
-        for i, step in enumerate((1, 3, 5)):
+        for i, step in enumerate(steps):
             piece = texts[i][done[i] : done[i] + step + turn % 2]
             if piece:
                 parts.append((i, piece))
@@ -117,7 +128,16 @@ def test_quantised_files_equal_llama_cpp_on_the_dequantised_weights(name, quant)
         answer.append(int(runner.model.head(h[-1:]).argmax()))
         h = runner.residual(sequence, answer[-1:])
     assert answer == reference[f"{quant}/greedy"].tolist()
-    for chunk in (1, 7, 64):
+    assert torch.equal(runner.logits(tokens, 7), logits), "chunks of 7"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "quant"), QUANTISED)
+def test_chunks_of_quantised_files_give_the_same_bits(name, quant):
+    runner = Runner(golden_path(f"{name}-{quant}.gguf"))
+    tokens = [int(t) for t in golden_arrays(f"{name}-quant.npz")["tokens"]]
+    logits = runner.logits(tokens)
+    for chunk in (1, 64):
         assert torch.equal(runner.logits(tokens, chunk), logits), f"chunk {chunk}"
 
 

@@ -37,7 +37,7 @@ class Running:
             done.set()
 
         self.asyncio.call_soon_threadsafe(run)
-        assert done.wait(10)
+        assert done.wait(60)
         return result[0]
 
 
@@ -76,8 +76,8 @@ def running(load=small_engine, *, wait=True, **config):
     assert not server.loop._thread.is_alive()
 
 
-def until(condition, timeout_s=10.0):
-    """Waits for a condition to become true."""
+def until(condition, timeout_s=60.0):
+    """Waits for a condition to become true; the limit only tells a failure, also on a busy machine."""
     waiter = threading.Event()
     for _ in range(int(timeout_s / 0.01)):
         if condition():

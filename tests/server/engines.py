@@ -77,7 +77,7 @@ class ScriptedEngine:
         return bool(self.requests or self._pending)
 
     def step(self):
-        self.gate.wait(20)
+        self.gate.wait(60)
         time.sleep(self._step_s)
         self.n_steps += 1
         events, self._pending = self._pending, []

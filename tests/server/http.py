@@ -13,14 +13,14 @@ def request_bytes(path, body, *, method="POST", headers=()):
 
 
 @contextmanager
-def opened(up, path, body, *, headers=(), timeout=20):
+def opened(up, path, body, *, headers=(), timeout=60):
     """A connection on which a request was sent."""
     with socket.create_connection(("127.0.0.1", up.port), timeout=timeout) as sock:
         sock.sendall(request_bytes(path, body, headers=headers))
         yield sock
 
 
-def ask(up, path, body=b"", *, method="POST", headers=(), timeout=20):
+def ask(up, path, body=b"", *, method="POST", headers=(), timeout=60):
     """Status, headers and body of a whole answer."""
     with socket.create_connection(("127.0.0.1", up.port), timeout=timeout) as sock:
         sock.sendall(request_bytes(path, body, method=method, headers=("Connection: close", *headers)))
