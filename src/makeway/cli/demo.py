@@ -22,7 +22,7 @@ from makeway.config import EngineConfig, SamplingParams
 from makeway.engine import Engine
 from makeway.errors import EngineFailed
 
-VRAM = "18.5MiB"  # a fifth of the model's experts fit beside everything else
+VRAM = "22MiB"  # a quarter of the model's experts fit beside everything else
 CONTEXT = 1024
 SHORT_SWEEP = 256
 FOLLOW_UP = "\n\nThe default value is"
@@ -47,7 +47,7 @@ def demo_command(
     console = Console(quiet=as_json, highlight=False, soft_wrap=True)
     data = resources.files("makeway") / "data"
     prompt = (data / "demo_prompt.txt").read_text(encoding="utf-8").rstrip("\n")
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.7, top_p=0.9, repetition_penalty=1.1, seed=seed)
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.5, top_p=0.9, seed=seed)
     with resources.as_file(data / "demo.gguf") as path:
         on = o.engine_config(vram=vram, ram=None, device="cpu", context=CONTEXT, parallel=1)
         off = o.engine_config(
@@ -133,7 +133,9 @@ def _table(arms: tuple[Arm, Arm]) -> Table:
     row("over the link, decoding", lambda s: _mib(s["phases"]["decode"]["link_bytes"]))
     row("hit rate", lambda s: f"{s['experts']['hit_rate']:.0%}")
     row("bytes served per byte kept", lambda s: f"{s['experts']['yield']:.1f}")
-    row("prompt tokens", lambda s: str(s["n_prompt_tokens"]))
+    row("drafts accepted", lambda s: f"{s['drafts']['n_accepted']} of {s['drafts']['n_drafted']}")
+    row("tokens a step", lambda s: f"{s['drafts']['tokens_per_step']:.2f}")
+    row("prompt tokens read", lambda s: str(s["n_prompt_tokens"]))
     row("answer tokens", lambda s: str(s["n_answer_tokens"]))
     row("seconds reading", lambda s: f"{s['phases']['prefill']['seconds']:.2f}")
     row("seconds decoding", lambda s: f"{s['phases']['decode']['seconds']:.2f}")
