@@ -44,6 +44,16 @@ def test_progress_grows_to_the_whole_prompt(engine):
     done = [e.n_done for e in engine.generate(prompt, SamplingParams(max_tokens=1)) if e.kind == "progress"]
     assert done == sorted(done)
     assert done[-1] == len(prompt) == 48
+
+
+def test_progress_tells_what_is_left():
+    prompt, _ = reference()
+    with Engine.load(golden_path(MODEL), EngineConfig(device="cpu", chunk=20, slots=0)) as engine:
+        told = [e for e in engine.generate(prompt, SamplingParams(max_tokens=1)) if e.kind == "progress"]
+    left = [e.bytes_left for e in told]
+    assert left == sorted(left, reverse=True)
+    assert left[-1] == 0 < left[0]
+    assert told[-1].eta_s == 0.0
     assert len(done) == 2 * (3 + 1)  # 2 layers, 3 chunks of 20, and the experts
 
 

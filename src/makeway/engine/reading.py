@@ -66,8 +66,16 @@ class Reading:
             self.is_over = True
             return []
         next(self._steps, None)
+        bytes_left = self._bytes_left(sweep)
         events = [
-            Event(r.id, "progress", n_done=r.n_read + sweep.part_done(part), n_prompt=r.n_prompt)
+            Event(
+                r.id,
+                "progress",
+                n_done=r.n_read + sweep.part_done(part),
+                n_prompt=r.n_prompt,
+                bytes_left=bytes_left,
+                eta_s=_eta_s(r, r.n_read + sweep.part_done(part)),
+            )
             for part, r in self._live(sweep)
             if r.n_answer == 0
         ]
@@ -154,6 +162,13 @@ class Reading:
         self.n_sweeps += 1
         self._close_sweep()
 
+    def _bytes_left(self, sweep: Sweep) -> int:
+        """What the plan expects to cross the link for the tokens that still wait."""
+        lending = self._memory.swing.lending
+        assert lending is not None
+        waiting = sum(r.n_to_read - r.n_read for r in self._scheduler.reading()) - sweep.tokens_done
+        return lending.copied_bytes * max(0, waiting) // lending.n_tokens
+
     def _cuts(self, r: Request, n_tokens: int) -> set[int]:
         """Where the next `n_tokens` of a request are kept for others: the last block's end, and every
         `KEEP_EVERY` tokens; counted from where this sweep begins."""
@@ -195,3 +210,11 @@ class Reading:
         self._counts[r.id].add(layer, ids.cpu().numpy(), first_token=r.n_read)
         if self._recorder is not None:
             self._recorder.add(part.first, layer, ids)
+
+
+def _eta_s(r: Request, n_done: int) -> float | None:
+    """Seconds until a prompt is read, at its pace since it began; None before anything is."""
+    n_new = n_done - r.n_cached
+    if n_new <= 0:
+        return None
+    return (r.n_prompt - n_done) * (time.perf_counter() - r.started_s) / n_new

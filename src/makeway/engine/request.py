@@ -83,9 +83,11 @@ class Timings:
 class Event:
     """Something that happened to a request.
 
-    kind "progress": `n_done` of `n_prompt` prompt tokens are read. kind "token": `token` was chosen and `text` became
-    certain (possibly empty). kind "finish": `reason`, the last `text`, and `timings`. kind "error": the request broke
-    off, `text` says why, nothing follows; the engine has failed too when its phase says so.
+    kind "progress": `n_done` of `n_prompt` prompt tokens are read; `bytes_left` will cross the link until all waiting
+    prompts are read (the plan's estimate), this one has `eta_s` to go at its pace so far (None at its start).
+    kind "token": `token` was chosen and `text` became certain (possibly empty). kind "finish": `reason`, the last `text`,
+    and `timings`. kind "error": the request broke off, or the engine failed (its phase says so); `text` says why and
+    nothing follows.
     """
 
     request_id: int
@@ -98,6 +100,8 @@ class Event:
     timings: Timings | None = None
     n_done: int = 0
     n_prompt: int = 0
+    bytes_left: int | None = None
+    eta_s: float | None = None
 
 
 @dataclass
