@@ -44,6 +44,7 @@ def test_progress_grows_to_the_whole_prompt(engine):
     done = [e.n_done for e in engine.generate(prompt, SamplingParams(max_tokens=1)) if e.kind == "progress"]
     assert done == sorted(done)
     assert done[-1] == len(prompt) == 48
+    assert len(done) == 2 * (3 + 1)  # 2 layers, 3 chunks of 20, and the experts
 
 
 def test_progress_tells_what_is_left():
@@ -54,7 +55,6 @@ def test_progress_tells_what_is_left():
     assert left == sorted(left, reverse=True)
     assert left[-1] == 0 < left[0]
     assert told[-1].eta_s == 0.0
-    assert len(done) == 2 * (3 + 1)  # 2 layers, 3 chunks of 20, and the experts
 
 
 SAMPLED = {"temperature": 0.9, "seed": 3, "top_p": 0.95}
