@@ -7,7 +7,7 @@ import pytest
 from makeway.errors import UserError
 from makeway.memory import predict
 from makeway.memory.plan import plan_memory
-from makeway.memory.rates import RATES
+from makeway.memory.rates import DEFAULT_RATES, RATES, rates_of
 from makeway.memory.sizes import PlanRequest
 from tests.memory.example import GIB, example_flash_next, small_facts
 
@@ -113,3 +113,9 @@ def test_rates_must_be_positive():
     with pytest.raises(UserError, match="hbm"):
         replace(RATES["cpu"], hbm_bytes_per_s=0)
     assert replace(RATES["cpu"], layer_overhead_s=0.0).layer_overhead_s == 0.0
+
+
+def test_a_card_is_known_by_its_name():
+    assert rates_of("NVIDIA H200") is RATES["h200"]
+    assert rates_of("NVIDIA GeForce RTX 4090 D") is RATES["rtx4090"]
+    assert rates_of("Unknown 9000") is DEFAULT_RATES

@@ -28,7 +28,7 @@ from makeway.kv.prefix import PrefixCache
 from makeway.memory.arena import Arena
 from makeway.memory.facts import align_up
 from makeway.memory.plan import MemoryPlan
-from makeway.memory.rates import DEFAULT_RATES, RATES, Rates
+from makeway.memory.rates import RATES, Rates, rates_of
 from makeway.models import load_model
 from makeway.models.parts import part_of
 
@@ -59,7 +59,7 @@ class EngineMemory:
             backend.numbers,
             vram_bytes=config.vram or (device.free_bytes() if on_gpu else None),
             ram_bytes=config.ram or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-            rates=rates or (DEFAULT_RATES if on_gpu else RATES["cpu"]),
+            rates=rates or (rates_of(device.name) if on_gpu else RATES["cpu"]),
         )
         self.arena = Arena(self.plan.arena_bytes, device)
         self._placer = _Placer(self.plan, self.arena, device)

@@ -86,8 +86,8 @@ class Event:
     kind "progress": `n_done` of `n_prompt` prompt tokens are read; `bytes_left` will cross the link until all waiting
     prompts are read (the plan's estimate), this one has `eta_s` to go at its pace so far (None at its start).
     kind "token": `token` was chosen and `text` became certain (possibly empty). kind "finish": `reason`, the last
-    `text`, and `timings`. kind "error": the request broke off, or the engine failed (its phase says so); `text` says why and
-    nothing follows.
+    `text`, and `timings`. kind "error": the request broke off, or the engine failed (its phase says so); `text` says
+    why and nothing follows.
     """
 
     request_id: int

@@ -1,6 +1,6 @@
 """The operations a model is made of: their names, and which implementation a device gets.
 
-Owns the choice. Never mixes implementations silently: what was chosen is listed by name in the status document.
+Owns the names and signatures. Never chooses (`engine/backend.py` does): what runs is listed by name in the status document.
 Hazard: `reference` defines the results; any other implementation is tested against it.
 
 Row by row, on tensors of [n, ...] float32 (a matrix is a `Weight`):
@@ -34,7 +34,6 @@ where it can: linears, norm_rope, hc_mix, hc_combine, ple_gate, gated_delta, moe
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
-import torch
 from torch import Tensor
 
 from makeway.kernels import reference, reference_attention, reference_blocks
@@ -92,12 +91,6 @@ class Ops:
 REFERENCE = Ops("reference")
 
 
-def select(device: torch.device) -> Ops:
-    """The implementation for a device. Today every device runs the reference, and the status document says so."""
-    assert device.type in ("cpu", "cuda")
-    return REFERENCE
-
-
 __all__ = [
     "KEY_TILE",
     "REFERENCE",
@@ -111,5 +104,4 @@ __all__ = [
     "Rows",
     "Span",
     "Weight",
-    "select",
 ]

@@ -52,6 +52,14 @@ RATES: dict[str, Rates] = {
 }
 """Defaults by class of machine; what is not measured comes from data sheets with the stated share."""
 
+_NAMES = {"H200": "h200", "3090": "rtx3090", "4090": "rtx4090", "5090": "rtx5090"}
+
+
+def rates_of(device_name: str) -> Rates:
+    """The rates of a card by a part of its name; `DEFAULT_RATES` for one that is not known."""
+    return next((RATES[rates] for part, rates in _NAMES.items() if part in device_name), DEFAULT_RATES)
+
+
 DEFAULT_RATES = RATES["rtx3090"]
 """Used when nothing is known: the slowest card the project is written for, so predictions err to slow."""
 
