@@ -135,7 +135,7 @@ def test_chunk_ring_and_piece_move_no_other_bytes(monkeypatch):
         (SweepShape(5, 5, 2),),
         (SweepShape(64, 7, 1), SweepShape(16, 1, 2)),
     ]
-    for ladder, chunk in itertools.product(ladders, (None, 3)):
+    for ladder, chunk in [(None, 3), *((ladder, None) for ladder in ladders)]:
         if ladder is not None:
             monkeypatch.setattr("makeway.memory.sizes.LADDER", ladder)
         device = RecordingDevice()

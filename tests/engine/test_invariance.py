@@ -12,7 +12,7 @@ FACTORS = {
     "slots": (0, 1, 3, 99),
     "policy": ("lru", "lfu-decay", "lfru", "static", "random"),
     "handover": ("never", "auto", "always"),
-    "chunk": (1, 7, None),
+    "chunk": (None, 7, 1),  # the quick ones first here, too
     "sweep_tokens": (None, 20, 7),
     "prefix_ram": (0, None),
     "drafter": ("none", "auto", "lookup"),

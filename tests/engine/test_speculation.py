@@ -138,8 +138,8 @@ def seeds(n):
 
 
 def test_the_same_seed_gives_the_same_text():
-    status, _ = play(FILE, seeds(16), quality=0.7, n_first=16, draft_depth=3, slots=3)
-    assert status["drafts"]["n_accepted"] > 10
+    status, _ = play(FILE, seeds(9), quality=0.7, n_first=9, draft_depth=3, slots=3)
+    assert status["drafts"]["n_accepted"] > 5
 
 
 @pytest.mark.slow
@@ -208,9 +208,11 @@ def test_penalties_bias_stops_limits_and_grammars_see_the_tokens_in_order():
 # -- rows ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("parallel", "depth"), [(3, 7), (5, 3), (11, 2)])
+@pytest.mark.parametrize(
+    ("parallel", "depth"), [(3, 7), pytest.param(5, 3, marks=pytest.mark.slow), (11, 2)]
+)
 def test_a_full_step_drafts_less_and_then_sequences_take_turns(parallel, depth, monkeypatch):
-    parts = [(rig.prompt(FILE, 4, start=i), rig.greedy(6 + i)) for i in range(parallel)]
+    parts = [(rig.prompt(FILE, 4, start=i), rig.greedy(6 + i % 4)) for i in range(parallel)]
     widths, shares = set(), set()
     make = Batch.of
 
@@ -327,8 +329,8 @@ def test_the_demo_model_drafts_well():
         depth = 2 if drafter == "mtp" else "auto"
         config = EngineConfig(device="cpu", context=256, parallel=1, drafter=drafter, draft_depth=depth, prefix_ram=0)
         with Engine.load(path, config) as engine:
-            tokens = engine.tokenizer.encode(text)[1000:1064]
-            i = engine.add(tokens, SamplingParams(max_tokens=24, ignore_eos=True))
+            tokens = engine.tokenizer.encode(text)[1000:1032]
+            i = engine.add(tokens, SamplingParams(max_tokens=16, ignore_eos=True))
             answers.append(rig.said(rig.run(engine), i))
             drafts = engine.status()["drafts"]
     assert answers[0] == answers[1]

@@ -145,7 +145,7 @@ def test_hits_and_misses_equal_a_recount(policy, gate):
     experts = rig.cached(n_transient=1)
     draw, counters = np.random.default_rng(5), rig.cache.counters
     hits = misses = n_bytes = 0
-    for step in range(40):
+    for step in range(20):
         table = rig.cache.table.slot_of.copy()
         for layer, store in enumerate(rig.layers):
             ids = torch.from_numpy(draw.zipf(1.5, size=(4, 3)) % store.n_experts)
