@@ -1,6 +1,6 @@
 """The operations a model is made of: their names, and which implementation a device gets.
 
-Owns the names and signatures. Never chooses (`engine/backend.py` does): what runs is listed by name in the status document.
+Owns the names and signatures. Never chooses (`engine/backend.py` does): what runs is named in the status document.
 Hazard: `reference` defines the results; any other implementation is tested against it.
 
 Row by row, on tensors of [n, ...] float32 (a matrix is a `Weight`):
