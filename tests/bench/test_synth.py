@@ -126,7 +126,11 @@ def test_locality_and_skew_make_experts_come_back(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "changes"),
-    [(TINY[0], {}), (TINY[0], {"ple_rows": 0, "n_draft": 0}), (TINY[1], {})],
+    [
+        (TINY[0], {}),
+        pytest.param(TINY[0], {"ple_rows": 0, "n_draft": 0}, marks=pytest.mark.slow),
+        pytest.param(TINY[1], {}, marks=pytest.mark.slow),
+    ],
     ids=["flash-next", "flash-next without PLE and MTP", "qwen3"],
 )
 def test_llama_cpp_loads_it_and_agrees(tmp_path, name, changes):

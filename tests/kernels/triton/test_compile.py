@@ -35,7 +35,7 @@ def _check(found, n_least):
 
 
 def test_some_kernels_of_each_kind_compile(tmp_path):
-    _check(_compiled("quick", tmp_path), 8)
+    _check(_compiled("quick", tmp_path), 5)
 
 
 @pytest.mark.slow

@@ -83,8 +83,8 @@ def test_convolution(keep, dilation, device):
 
 
 def test_convolution_of_a_chunk(device):
-    rows = batch([(5, 70), (9, 2)], device, block_tokens=16, replays=[3, 0])
-    x, kernel = randn(72, CHANNELS, seed=2), randn(CHANNELS, TAPS, seed=3)
+    rows = batch([(5, 33), (9, 2)], device, block_tokens=16, replays=[3, 0])
+    x, kernel = randn(35, CHANNELS, seed=2), randn(CHANNELS, TAPS, seed=3)
     theirs = conv_state(1)
     ours = on(theirs, device)
     out = conv_step(x.to(device), kernel.to(device), state=ours, rows=rows.fixed)
