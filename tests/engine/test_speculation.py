@@ -208,9 +208,7 @@ def test_penalties_bias_stops_limits_and_grammars_see_the_tokens_in_order():
 # -- rows ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("parallel", "depth"), [(3, 7), pytest.param(5, 3, marks=pytest.mark.slow), (11, 2)]
-)
+@pytest.mark.parametrize(("parallel", "depth"), [(3, 7), pytest.param(5, 3, marks=pytest.mark.slow), (11, 2)])
 def test_a_full_step_drafts_less_and_then_sequences_take_turns(parallel, depth, monkeypatch):
     parts = [(rig.prompt(FILE, 4, start=i), rig.greedy(6 + i % 4)) for i in range(parallel)]
     widths, shares = set(), set()
@@ -285,7 +283,7 @@ def test_a_file_with_a_block_runs_without_it():
 
 def test_an_answers_blocks_are_kept_and_the_block_goes_on_drafting_the_same():
     """The second turn reads only what is new, and its first drafts have the bits of an engine that read it all."""
-    prompt, sampling = rig.prompt(FILE, 50), SamplingParams(max_tokens=2 * BLOCK_TOKENS - 50 + 6, ignore_eos=True)
+    prompt, sampling = rig.prompt(FILE, 110), SamplingParams(max_tokens=2 * BLOCK_TOKENS - 110 + 6, ignore_eos=True)
     said, drafted = [], []
     config = {"drafter": "mtp", "draft_depth": 3, "context": 256, "parallel": 1, "slots": 99}
     for prefix_ram in (0, None):

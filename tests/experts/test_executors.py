@@ -1,5 +1,6 @@
 """Where an expert's bytes lie changes no bit, and exactly the planned bytes cross the link."""
 
+import itertools
 from dataclasses import replace
 from functools import cache
 
@@ -50,9 +51,14 @@ def slots_of(name, file):
     return {"0": 0, "1": 1, "few": max(2, n_experts // 3), "all": n_experts}[name]
 
 
-@pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("policy", RANKINGS)
-@pytest.mark.parametrize("slots", ["0", "1", "few", "all"])
+def small_first(*others):
+    """Every combination with the smallest model; with the others the first of each value, and the rest slow."""
+    for file, *values in itertools.product(FILES, *others):
+        n_others = sum(value != next(iter(all_)) for value, all_ in zip(values, others, strict=True))
+        yield pytest.param(file, *values, marks=[pytest.mark.slow] if file != FILES[2] and n_others > 1 else [])
+
+
+@pytest.mark.parametrize(("file", "slots", "policy"), list(small_first(["few", "0", "1", "all"], RANKINGS)))
 def test_slots_and_policy_change_no_bit(file, policy, slots):
     prompt, tokens, logits, _ = direct(file)
     n_slots = slots_of(slots, file)
@@ -72,10 +78,9 @@ def test_slots_and_policy_change_no_bit(file, policy, slots):
     assert (rig.cache.table.n_published > 0) == (n_slots > 0)
 
 
-@pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("copies_all", [True, False])
-@pytest.mark.parametrize("piece", [1, 3, "all"])
-@pytest.mark.parametrize("chunk", [1, 1000])
+@pytest.mark.parametrize(
+    ("file", "chunk", "piece", "copies_all"), list(small_first([1000, 1], [3, 1, "all"], [True, False]))
+)
 def test_a_sweep_moves_each_expert_that_is_not_resident_once(file, copies_all, piece, chunk):
     prompt, _, _, ids = direct(file)
     rig = Rig(file, slots=slots_of("few", file), device=LazyDevice() if piece == 3 else RecordingDevice())

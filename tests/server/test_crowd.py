@@ -114,7 +114,7 @@ def crowd(n_clients, seconds):
 
 
 def test_twenty_clients_come_and_go():
-    crowd(20, 1.0)
+    crowd(20, 0.6)
 
 
 @pytest.mark.slow
