@@ -126,7 +126,8 @@ def check_counters(engine, device):
     assert status["phases"]["prefill"]["n_entered"] == status["handovers"]["n"]
 
 
-def test_chunk_ring_and_piece_move_no_other_bytes(monkeypatch):
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_chunk_ring_and_piece_move_no_other_bytes(every, monkeypatch):
     """The same prompts with other chunks, and rings of other pieces and buffers: the same copies, one by one."""
     file, seen = rig.QWEN3MOE, []
     ladders = [
@@ -135,7 +136,8 @@ def test_chunk_ring_and_piece_move_no_other_bytes(monkeypatch):
         (SweepShape(5, 5, 2),),
         (SweepShape(64, 7, 1), SweepShape(16, 1, 2)),
     ]
-    for ladder, chunk in [(None, 3), *((ladder, None) for ladder in ladders)]:
+    some = [(None, 3), *((ladder, None) for ladder in ladders)]
+    for ladder, chunk in itertools.product(ladders, (None, 3)) if every else some:
         if ladder is not None:
             monkeypatch.setattr("makeway.memory.sizes.LADDER", ladder)
         device = RecordingDevice()
