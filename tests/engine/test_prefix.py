@@ -3,6 +3,7 @@
 import pytest
 
 from makeway import Engine, EngineConfig, SamplingParams
+from makeway.engine.request import message_ends
 from tests.conftest import golden_path
 
 FILES = ("qwen4exp-k96-UD-Q4_K_XL.gguf", "qwen35moe-base-bf16.gguf", "qwen3moe-base-bf16.gguf")
@@ -81,3 +82,22 @@ def test_company_and_lost_memory_find_it_again():
         assert status["prefixes"]["hits"] > 0
     for i, id_ in enumerate(ids):
         assert tokens[id_] == cold(file, PROMPT[: 60 + i], n_answer)
+
+
+def test_another_conversation_begins_behind_the_first_message():
+    file = FILES[0]
+    with Engine.load(golden_path(file), EngineConfig(**CONFIG)) as engine:
+        end = next(iter(engine.tokenizer.eos_ids))
+        system = [t for t in PROMPT[:90] if t != end] + [end]
+        first = [*system, *[3] * 70]
+        other = [*system, *[4] * 20]
+        answer(engine, first)
+        tokens, n_cached = answer(engine, other)
+        assert n_cached == 64, "the end of the system message, down to a whole block"
+    assert tokens == cold(file, other)
+
+
+def test_ends_of_messages():
+    assert message_ends([1, 9, 2, 9, 3, 9, 4, 9, 5], {9}) == (2, 6, 8)
+    assert message_ends([1, 9, 2], {9}) == (2,)
+    assert message_ends([1, 2], {9}) == ()

@@ -20,7 +20,7 @@ from makeway.engine.backend import Backend, open_backend
 from makeway.engine.loop import Loop
 from makeway.engine.memory import EngineMemory, Progress
 from makeway.engine.phases import Phase
-from makeway.engine.request import Event, Request
+from makeway.engine.request import Event, Request, message_ends
 from makeway.engine.status import status_document
 from makeway.errors import EngineFailed, UserError
 from makeway.gguf import GGUFFile, open_gguf
@@ -111,6 +111,7 @@ class Engine:
             id=self._next_id,
             tokens=list(tokens),
             n_prompt=len(tokens),
+            message_ends=message_ends(tokens, self.tokenizer.eos_ids),
             sampling=sampling,
             seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
             max_tokens=room if sampling.max_tokens is None else min(room, sampling.max_tokens),

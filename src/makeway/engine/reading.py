@@ -170,10 +170,11 @@ class Reading:
         return lending.copied_bytes * max(0, waiting) // lending.n_tokens
 
     def _cuts(self, r: Request, n_tokens: int) -> set[int]:
-        """Where the next `n_tokens` of a request are kept for others: the last block's end, and every
+        """Where the next `n_tokens` of a request are kept for others: the last block's end, ends of messages, and every
         `KEEP_EVERY` tokens; counted from where this sweep begins."""
         last = r.n_read + n_tokens
-        ends = {last // BLOCK_TOKENS * BLOCK_TOKENS, *range(KEEP_EVERY, last, KEEP_EVERY)}
+        messages = {end // BLOCK_TOKENS * BLOCK_TOKENS for end in r.message_ends if end <= last}
+        ends = {last // BLOCK_TOKENS * BLOCK_TOKENS, *messages, *range(KEEP_EVERY, last, KEEP_EVERY)}
         return {end - r.n_read for end in ends if end > r.n_read} if self._memory.prefixes.budget_bytes else set()
 
     def _capture(self, layer: int, part: SweepPart, n: int) -> None:

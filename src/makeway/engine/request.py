@@ -4,6 +4,7 @@ Owns what the scheduler and the caller need to know of a request. Never holds te
 Hazard: `tokens` holds prompt and answer; `n_prompt` is where the answer starts.
 """
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -104,6 +105,13 @@ class Event:
     eta_s: float | None = None
 
 
+def message_ends(tokens: Sequence[int], end_tokens: Collection[int]) -> tuple[int, ...]:
+    """Tokens up to the end of the first message of a prompt (what other conversations begin with too) and of its last
+    two (where this one goes on): behind an end token. States are large, so the ends between are left out."""
+    ends = [i + 1 for i, token in enumerate(tokens) if token in end_tokens]
+    return tuple(dict.fromkeys([*ends[:1], *ends[-2:]]))
+
+
 @dataclass
 class Request:
     """One prompt and its answer so far."""
@@ -118,6 +126,7 @@ class Request:
     given: tuple[int, ...] = ()  # the answer's first tokens, whatever the model would choose
     n_read: int = 0  # tokens in memory; during an answer it follows the steps
     n_cached: int = 0  # of them, those that an earlier request had read
+    message_ends: tuple[int, ...] = ()  # tokens of the prompt up to the first and the last messages' ends
     n_lost: int = 0  # times its memory was taken for others
     started_s: float = 0.0
     first_token_s: float = 0.0
