@@ -15,6 +15,7 @@ from makeway.engine import sampler
 from makeway.engine.answer import Answer
 from makeway.engine.decode import DecodeStep
 from makeway.engine.depth import Drafting
+from makeway.engine.keeping import Keeper
 from makeway.engine.memory import EngineMemory
 from makeway.engine.phases import Phase
 from makeway.engine.prefill import Sweep, SweepBuffers
@@ -26,7 +27,7 @@ from makeway.errors import EngineFailed, UserError
 from makeway.experts.policies import PromptCounts
 from makeway.experts.recorder import Recorder
 from makeway.experts.trace import TraceHeader, TraceWriter
-from makeway.kv import BLOCK_TOKENS, RecurrentState, SequenceState, blocks_for
+from makeway.kv import BLOCK_TOKENS, SequenceState, blocks_for
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Loop:
         self._pending: list[Event] = [] if after is None else after._pending
         self._untold: set[int] = set()  # requests whose last event, a finish or an error, nobody has got yet
         self._reading: Reading | None = None
-        self._to_keep: list[tuple[Request, int, RecurrentState]] = []  # points of live requests, for later prompts
+        self._keeper = Keeper(memory.prefixes, self._sequences)
         self._answers_first_until_s = 0.0
         self._answers_first_steps = 0  # and until so many steps were made
         self._recorder: Recorder | None = after._recorder if after is not None else self._open_trace()
@@ -144,8 +145,8 @@ class Loop:
         swing = self._memory.swing
         self._admit()
         swing.poll()
-        if self._to_keep and self._reading is None:
-            self._keep(*self._to_keep.pop(0))
+        if self._reading is None:
+            self._keeper.hand_over_one()
         if self._reading is None and self._should_read():
             self._reading = Reading(
                 self._memory,
@@ -173,7 +174,7 @@ class Loop:
         reading, swing = self._reading, self._memory.swing
         assert reading is not None
         self.totals.n_prompt_tokens += reading.n_tokens
-        self._to_keep += [point for point in reading.kept if point[0].id in self._sequences]
+        self._keeper.add(reading.kept)
         if self.phase is Phase.PREFILL:
             swing.restore(reading.prompt_counts())
             swing.phases.to(Phase.DECODE if self.scheduler.n_decoding else Phase.IDLE)
@@ -213,7 +214,9 @@ class Loop:
         )
         self.totals.n_steps += 1
         for r in requests:
-            self._keep_answer(r)
+            if self._keeper.is_due(r):
+                self.speculation.settle(self._sequences[r.id])
+                self._keeper.add_answer(r)
             if r.finished:
                 self._release(r)
         self._rest()
@@ -292,32 +295,16 @@ class Loop:
         sequence = self._sequences.get(request.id)
         if sequence is None:
             return
-        kept = [*self._to_keep, *(self._reading.kept if self._reading is not None else ())]
-        for point in kept:
-            if point[0] is request:
-                self._keep(*point)
-        self._to_keep = [point for point in self._to_keep if point[0] is not request]
+        self._keeper.hand_over(request, [] if self._reading is None else self._reading.kept)
         del self._sequences[request.id]
         sequence.close()
-
-    def _keep(self, request: Request, n_tokens: int, state: RecurrentState) -> None:
-        blocks = self._sequences[request.id].table.blocks
-        self._memory.prefixes.put(request.tokens[:n_tokens], blocks, state)
-
-    def _keep_answer(self, request: Request) -> None:
-        """At the end of a block of an answer: the point to go on from, instead of the one before it."""
-        sequence = self._sequences[request.id]
-        if request.n_read % BLOCK_TOKENS or not self._memory.prefixes.budget_bytes:
-            return
-        self.speculation.settle(sequence)
-        self._to_keep = [p for p in self._to_keep if p[0] is not request or p[1] <= request.n_prompt]
-        self._to_keep.append((request, request.n_read, sequence.state.snapshot(torch.device("cpu"))))
 
     def _fail(self, fault: BaseException) -> list[Event]:
         """Phase failed: nothing is published, every request is told and gone."""
         self.failure = f"{type(fault).__name__}: {fault}"
         self.totals.n_faults += 1
-        self._reading, self._to_keep = None, []
+        self._reading = None
+        self._keeper.forget()
         self._memory.swing.abandon()
         events = [
             Event(i, "error", text=self.failure) for i in sorted(self._untold)

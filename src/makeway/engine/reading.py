@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from makeway.engine.keeping import Point
 from makeway.engine.memory import EngineMemory
 from makeway.engine.prefill import Sweep, SweepBuffers, SweepPart
 from makeway.engine.request import Event, Request
@@ -54,7 +55,7 @@ class Reading:
         self._steps: Iterator[None] = iter(())
         self._readers: dict[int, Request] = {}  # by the first row of their part
         self._counts: dict[int, PromptCounts] = {}
-        self.kept: list[tuple[Request, int, RecurrentState]] = []
+        self.kept: list[Point] = []
         self._captured: dict[tuple[int, int], RecurrentState] = {}  # by the first row of a part, and tokens of it
 
     def unit(self) -> list[Event]:
@@ -191,7 +192,7 @@ class Reading:
                 end = r.n_read + n
                 windows = part.sequence.state.windows.items()
                 state.windows.update({layer: tuple(r.tokens[end - len(w) : end]) for layer, w in windows})
-                self.kept.append((r, end, state))
+                self.kept.append(Point(r, end, state))
 
     def _close_sweep(self) -> None:
         """Over or given up: nothing is computed before the copies under way are complete."""
