@@ -17,11 +17,12 @@ from makeway.kv import BLOCK_TOKENS
 from makeway.memory.facts import PlanFacts
 from makeway.memory.plan import MemoryPlan, minimum_vram, plan_memory
 from makeway.memory.rates import Rates
-from makeway.memory.sizes import DEFAULT_PREFIX_BYTES, DEFAULT_RESERVE_BYTES, PlanRequest
+from makeway.memory.sizes import DEFAULT_PREFIX_BYTES, DEFAULT_RESERVE_BYTES, TARGET_SWEEP_TOKENS, PlanRequest
 from makeway.models import ModelFacts, load_model
 from makeway.models.plan_facts import plan_facts
 
 DEFAULT_CONTEXT = 8192
+ROOMY_CHUNK = 512  # tokens of a chunk that a CPU is given room for
 SCRATCH_BYTES = 1 << 30  # activations between the kernels of a chunk, which torch allocates beside the arena
 
 
@@ -50,8 +51,11 @@ def plan_for(
     ram_bytes: int | None,
     rates: Rates,
 ) -> MemoryPlan:
-    """The plan of an engine with this configuration. `vram_bytes` None: what holds every expert in a slot, at most a
-    quarter of `ram_bytes` (a CPU pretends to have it); `ram_bytes` None: not checked. Raises UserError, OutOfPlan."""
+    """The plan of an engine with this configuration.
+
+    `vram_bytes` None: what holds every expert in a slot and long sweeps, at most a quarter of `ram_bytes` (a CPU
+    pretends to have it). `ram_bytes` None: not checked. Raises UserError, OutOfPlan.
+    """
     # A model opens as views; only its small vectors are read.
     facts = load_model(file, REFERENCE, device=torch.device("cpu")).facts
     planned = plan_facts(
@@ -90,8 +94,16 @@ def _context(facts: ModelFacts, wanted: int | None) -> int:
 
 
 def _roomy(facts: PlanFacts, request: PlanRequest) -> int:
+    """All experts in slots, and room for long sweeps in chunks that are worth their overhead; with a number of slots
+    that was asked for, no more than these need."""
     least = minimum_vram(facts, request)
     if request.slots is not None:
         return least
-    everything = minimum_vram(facts, replace(request, slots=max(layer.n_experts for layer in facts.expert_layers)))
+    roomy = replace(
+        request,
+        slots=max(layer.n_experts for layer in facts.expert_layers),
+        chunk=request.chunk or ROOMY_CHUNK,
+        sweep_tokens=request.sweep_tokens or min(request.context, TARGET_SWEEP_TOKENS),
+    )
+    everything = minimum_vram(facts, roomy)
     return max(least, everything if request.ram_bytes is None else min(everything, request.ram_bytes // 4))
