@@ -43,6 +43,12 @@ def open_device(name: DeviceName, vram_bytes: int | None) -> "Device":
     return CpuDevice(vram_bytes) if torch_device.type == "cpu" else CudaDevice(torch_device, vram_bytes)
 
 
+def zeros_and_copy(shape: tuple[int, ...], dtype: torch.dtype, *, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A tensor of zeros on the device, and one on the host to fill it from or read it into: pinned where that helps."""
+    on_host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+    return on_host.to(device, copy=True), on_host
+
+
 class Event(Protocol):
     """A point in a stream of copies or of computation."""
 

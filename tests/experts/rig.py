@@ -9,6 +9,7 @@ from makeway.experts.cached import CachedExperts
 from makeway.experts.loader import load_experts
 from makeway.experts.pieces import ReferencePieces
 from makeway.experts.policies import Gate, Policy
+from makeway.experts.refill import Refill
 from makeway.experts.streamed import StreamedExperts
 from makeway.kernels import REFERENCE
 from makeway.kv import Batch
@@ -60,7 +61,15 @@ class Rig:
         """Publish experts 0, 2, 4, ... of every layer."""
         wishes = [(i, 2 * e) for e in range(n_per_layer) for i in range(len(self.layers))]
         wishes = [(i, e) for i, e in wishes if e < self.layers[i].n_experts]
-        return self.cache.restore([i for i, _ in wishes], [e for _, e in wishes])
+        return self.refill([i for i, _ in wishes], [e for _, e in wishes])
+
+    def refill(self, layers, experts):
+        """Fill free slots with these experts, first wishes first, and wait; returns how many found room."""
+        refill = Refill(self.cache, np.stack([layers, experts], axis=1), batch_bytes=1 << 30)
+        n = 0
+        while not refill.is_done:
+            n += refill.wait()
+        return n
 
     def streamed(self, *, piece, copies_all, buffers=2, n_kept=None, pieces=None):
         """Publish a prefill layout with a ring of `buffers` pieces behind the kept ranks."""

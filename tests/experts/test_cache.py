@@ -32,12 +32,12 @@ def test_an_expert_lies_together_in_its_slot(file):
 
 def test_restore_fills_what_is_free_in_order():
     rig = Rig(FILES[2], slots=2)
-    assert rig.cache.restore([0, 0, 0, 1], [5, 6, 7, 5]) == 3
+    assert rig.refill([0, 0, 0, 1], [5, 6, 7, 5]) == 3
     assert rig.cache.table.slot_of[0, [5, 6, 7]].tolist() == [0, 1, -1]
     assert rig.cache.counters.uploads == 3
     expected = 2 * rig.layers[0].expert_bytes + rig.layers[1].expert_bytes
     assert rig.cache.counters.link_bytes == rig.device.tally == expected
-    assert rig.cache.restore([0, 1], [5, 5]) == 0, "published already"
+    assert rig.refill([0, 1], [5, 5]) == 0, "published already"
     assert rig.device.tally == expected
     assert rig.cache.nbytes == rig.cache.table.nbytes
 
@@ -57,7 +57,7 @@ def test_lending_keeps_the_hottest_and_moves_nothing_over_the_link():
         assert rig.cache.table.slot_of[layer, [2, 6]].tolist() == [1, 0], "the coldest gave way to expert 6"
     rig.cache.audit()
     rig.cache.table.take_back()
-    assert rig.cache.restore(lost[:, 0].tolist(), lost[:, 1].tolist()) == 2 * n_layers
+    assert rig.refill(lost[:, 0].tolist(), lost[:, 1].tolist()) == 2 * n_layers
     assert rig.device.tally - tally == 2 * sum(layer.expert_bytes for layer in rig.layers)
     rig.cache.audit()
 

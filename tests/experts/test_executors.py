@@ -195,7 +195,7 @@ def test_slots_lent_by_the_plan_come_back(file):
         rig.cache.audit()
         cached = rig.cached()
         rig.cache.table.take_back()
-        assert rig.cache.restore(lent[:, 0].tolist(), lent[:, 1].tolist()) == len(lent)
+        assert rig.refill(lent[:, 0].tolist(), lent[:, 1].tolist()) == len(lent)
         got = decode(
             rig.runner, cached, sequence, token=int(rows[-1].argmax()), n_steps=N_STEPS, end_step=cached.end_step
         )
@@ -242,7 +242,7 @@ def test_a_copy_that_fails_is_never_published():
     assert np.flatnonzero(rig.cache.table.slot_of[0] >= 0).tolist() == [2]
     copies.clear()
     with pytest.raises(EngineFailed, match="link is down"):
-        rig.cache.restore([1, 1], [0, 1])
+        rig.refill([1, 1], [0, 1])
     assert rig.cache.table.slot_of[1].max() == -1
     rig.cache.audit()
 
@@ -385,7 +385,7 @@ def ordered_run(without=None):
         sweep(rig, rig.streamed(piece=2, copies_all=False, n_kept=1), n_layers=3, prefetch=False)
         rig.cache.table.take_back()
         rig.cached()
-        rig.cache.restore(lent[:, 0].tolist(), lent[:, 1].tolist())
+        rig.refill(lent[:, 0].tolist(), lent[:, 1].tolist())
     rig.cache.audit()
 
 

@@ -68,7 +68,7 @@ def test_stop_publishes_what_is_on_its_way_and_no_more(rig):
 def test_an_expert_that_decode_kept_in_the_meantime_gives_its_slot_up(rig):
     """Its slot goes to the next wish: more bytes move than had room at first, no more are published."""
     cache, table = rig.cache, rig.cache.table
-    cache.restore([0, 0], [0, 2])  # one slot is free
+    rig.refill([0, 0], [0, 2])  # one slot is free
     refill = Refill(cache, np.array([(0, 7), (1, 1), (1, 2), (0, 9)]), batch_bytes=1)
     assert refill.poll() == 0
     assert table.slot_of[0, 7] == NONE

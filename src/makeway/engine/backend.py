@@ -27,12 +27,11 @@ from makeway.models import Model
 
 @dataclass(frozen=True)
 class StepOutputs:
-    """residual f32 [rows, ...] after the last trunk layer, logits f32 [rows, vocab], best int64 [rows] (the lowest
-    token of the largest logit); on the device, padding rows last; overwritten by the next step of the same size."""
+    """residual f32 [rows, ...] after the last trunk layer, logits f32 [rows, vocab]; on the device, padding rows last;
+    overwritten by the next step of the same size."""
 
     residual: Tensor
     logits: Tensor
-    best: Tensor
 
 
 class Graphs(Protocol):

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from makeway.device import zeros_and_copy
 from makeway.engine.backend import StepOutputs
 from makeway.experts.in_graph import DeviceExperts
 from makeway.kernels import DeviceRows, Rows
@@ -22,20 +23,16 @@ class _Inputs:
     """What a step of `n` rows reads, at constant addresses, with a pinned copy that the host fills."""
 
     def __init__(self, model: Model, cache: KVCache, *, n: int, device: torch.device) -> None:
-        facts, pinned = model.facts, device.type == "cuda"
+        facts = model.facts
         streams = (facts.n_streams,) if facts.n_streams > 1 else ()
         self._n, self._n_blocks = n, cache.pool.n_blocks
-
-        def pair(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-            on_host = torch.zeros(shape, dtype=dtype, pin_memory=pinned)
-            return on_host.to(device, copy=True), on_host
-
-        self.h, self._h = pair((n, *streams, facts.hidden), torch.float32)
+        self.h, self._h = zeros_and_copy((n, *streams, facts.hidden), torch.float32, device=device)
         widths = model.gathered_widths
-        gathered = {layer: pair((n, width), torch.float32) for layer, width in widths.items()}
+        gathered = {layer: zeros_and_copy((n, width), torch.float32, device=device) for layer, width in widths.items()}
         self.gathered = {layer: tensors[0] for layer, tensors in gathered.items()}
         self._gathered = {layer: tensors[1] for layer, tensors in gathered.items()}
-        self._ints, self._host_ints = pair((n * (7 + self._n_blocks),), torch.int32)
+        n_ints = n * (7 + self._n_blocks)
+        self._ints, self._host_ints = zeros_and_copy((n_ints,), torch.int32, device=device)
         self.rows = self._tables(self._ints)
         self._host_rows = self._tables(self._host_ints)
         self._host_rows.row_segment.fill_(-1)
@@ -138,11 +135,7 @@ class StepGraph:
             h, moe = model.mix(layer, h, self._batch)
             self._experts.run(layer, moe, live=self._inputs.rows.row_segment)
             h = model.combine(layer, h, moe)
-        logits = model.head(h)
-        tokens = torch.arange(logits.shape[1], device=logits.device)
-        largest = logits.amax(dim=1, keepdim=True)
-        best = torch.where(logits == largest, tokens, logits.shape[1]).amin(dim=1)
-        return StepOutputs(h, logits, best)
+        return StepOutputs(h, model.head(h))
 
 
 class StepGraphs:

@@ -62,10 +62,8 @@ class EngineMemory:
             rates=rates or (rates_of(device.name) if on_gpu else RATES["cpu"]),
         )
         self.arena = Arena(self.plan.arena_bytes, device)
-        self._placer = _Placer(self.plan, self.arena, device)
-        facts = load_model(file, self.ops, device=torch.device("cpu")).facts
-        self._placer.first_draft_block = facts.n_layers
-        self.model = load_model(file, self.ops, device=device.torch_device, place=self._placer)
+        place = _Placer(self.plan, self.arena, device)
+        self.model = load_model(file, self.ops, device=device.torch_device, place=place)
         device.synchronize()
         self.kv, self.states = self._caches()
         self.prefixes = PrefixCache(
@@ -169,7 +167,7 @@ class _Placer:
     """Puts each resident tensor into the region of its part, one behind the other."""
 
     def __init__(self, plan: MemoryPlan, arena: Arena, device: Device) -> None:
-        self.first_draft_block = 0
+        self._first_draft_block = plan.facts.n_layers
         self._device = device
         self._views = {
             region.name.removeprefix("weights: "): arena.fixed(region)
@@ -179,7 +177,7 @@ class _Placer:
         self._used: Counter[str] = Counter()
 
     def __call__(self, name: str, raw: Tensor) -> Tensor:
-        part = part_of(name, first_draft_block=self.first_draft_block)
+        part = part_of(name, first_draft_block=self._first_draft_block)
         if part not in self._views:
             return raw  # kept on the host: rows are read singly, or the MTP block is not used
         start = self._used[part]

@@ -6,7 +6,6 @@ Hazard: slots are published only after their bytes are complete, and the view of
 hand-over: `attach` the new one before anything is read or fetched.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,25 +96,10 @@ class ExpertCache:
         self.counters.link_bytes += room.numel()
         return self.weights_in(layer, room)
 
-    def restore(self, layers: Sequence[int], experts: Sequence[int]) -> int:
-        """Fill free slots with experts, first wishes first, wait, and publish them; returns how many found room."""
-        chosen = [
-            (layer, slot, expert)
-            for layer, slot, expert in zip(layers, self.table.assign(layers, experts).tolist(), experts, strict=True)
-            if slot != NONE
-        ]
-        if not chosen:
-            return 0
-        at_layers, at_slots, of_experts = (list(column) for column in zip(*chosen, strict=True))
-        self.table.fill(at_layers, at_slots, of_experts)
-        self.device.copies_wait(self.device.record_compute())  # who had the slot before may still be reading it
-        for layer, slot, expert in chosen:
-            self.fetch(layer, expert, self.slot_bytes(layer, slot))
-        self.device.record_copies().wait()
-        self.table.publish(at_layers, at_slots)
-        self.counters.uploads += len(chosen)
-        self.counters.upload_bytes += sum(self.plan.layers[layer].expert_bytes for layer in at_layers)
-        return len(chosen)
+    def count_uploads(self, layers: NDArray[np.integer]) -> None:
+        """Experts of these layers were published in slots."""
+        self.counters.uploads += int(layers.size)
+        self.counters.upload_bytes += sum(self.plan.layers[layer].expert_bytes for layer in layers.tolist())
 
     def lend(self, n_kept: int) -> NDArray[np.int64]:
         """Ranks >= `n_kept` of every layer leave the cache; the hottest experts first move into the ranks that stay.

@@ -35,13 +35,12 @@ class Follower:
         if self._late is None:
             return
         late, self._late = self._late, None
-        policy, table, counters = self._cache.policy, self._cache.table, self._cache.counters
+        policy, table = self._cache.policy, self._cache.table
         policy.observe(late.routed)
         kept = policy.decide(late.fetched, table.is_published(), n_free=table.n_free())
         table.keep(late.spare_set, kept.layers, kept.spares, victims=kept.victims)
-        counters.uploads += kept.layers.size
-        counters.upload_bytes += sum(self._cache.plan.layers[layer].expert_bytes for layer in kept.layers.tolist())
-        counters.evictions += int((kept.victims != NONE).sum())
+        self._cache.count_uploads(kept.layers)
+        self._cache.counters.evictions += int((kept.victims != NONE).sum())
         self.wanted = self._wish()
 
     def end_step(self, fetched: NDArray[np.int32], routed: NDArray[np.int64]) -> None:

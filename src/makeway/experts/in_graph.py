@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from makeway.device import zeros_and_copy
 from makeway.errors import EngineFailed
 from makeway.experts.cache import ExpertCache
 from makeway.experts.follower import Follower
@@ -32,9 +33,7 @@ class StepTables:
         n_layers, n_experts, n_spares = table.n_layers, table.n_experts, table.n_spares_per_set
 
         def pair(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-            return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(
-                shape, dtype=dtype, pin_memory=device.type == "cuda"
-            )
+            return zeros_and_copy(shape, dtype, device=device)
 
         self.slot_of, self._slot_of = pair((n_layers, n_experts), torch.int32)
         self.wanted, self._wanted = pair((n_layers, n_experts), torch.uint8)
@@ -46,7 +45,6 @@ class StepTables:
     def send(self) -> None:
         """Before a step: what is published now, what is wanted, and which spares are free."""
         table, follower = self.cache.table, self.follower
-        self._routed.fill_(NONE)
         self.routed.fill_(NONE)
         self._wanted.numpy()[...] = follower.wanted
         self.wanted.copy_(self._wanted, non_blocking=True)

@@ -42,6 +42,7 @@ class Refill:
         self._next = 0
         self._flying: deque[_Batch] = deque()
         self.planned_bytes = self._free_bytes()
+        cache.device.copies_wait(cache.device.record_compute())  # who had the slots before may still be reading them
 
     @property
     def is_done(self) -> bool:
@@ -122,7 +123,6 @@ class Refill:
         self.dropped_bytes += sum(cache.plan.layers[layer].expert_bytes for layer in batch.layers[late].tolist())
         layers, slots = batch.layers[~late], batch.slots[~late]
         cache.table.publish(layers, slots)
-        cache.counters.uploads += int(layers.size)
-        cache.counters.upload_bytes += sum(cache.plan.layers[layer].expert_bytes for layer in layers.tolist())
+        cache.count_uploads(layers)
         self.n_published += int(layers.size)
         return int(layers.size)

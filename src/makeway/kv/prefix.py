@@ -21,15 +21,11 @@ from makeway.kv.state import RecurrentState
 
 @dataclass(frozen=True)
 class Prefix:
-    """`tokens` (a whole number of blocks), the keys of their blocks, and the recurrent state behind the last one.
-
-    `tail`: what the MTP block still needs of the last token [1, ...], on the host; None without drafts.
-    """
+    """`tokens` (a whole number of blocks), the keys of their blocks, and the recurrent state behind the last one."""
 
     tokens: tuple[int, ...]
     keys: tuple[bytes, ...]
     state: RecurrentState
-    tail: Tensor | None = None
 
 
 @dataclass
@@ -88,9 +84,7 @@ class PrefixCache:
         self.n_hits += 1
         self.n_hit_tokens += len(entry.tokens)
 
-    def put(
-        self, tokens: Sequence[int], blocks: Sequence[int], state: RecurrentState, *, tail: Tensor | None = None
-    ) -> None:
+    def put(self, tokens: Sequence[int], blocks: Sequence[int], state: RecurrentState) -> None:
         """Keep `tokens` (a whole number of blocks, all of them read into `blocks`) and the host copy `state`.
 
         An entry that is there already is only used anew; one that is larger than the budget is not kept.
@@ -102,15 +96,15 @@ class PrefixCache:
             self._entries.move_to_end(keys[-1])
             return
         new = [key for key in keys if key not in self._blocks]
-        n_bytes = len(new) * self._cache.block_bytes + _own_bytes(state, tail)
-        if len(keys) * self._cache.block_bytes + _own_bytes(state, tail) > self.budget_bytes:
+        n_bytes = len(new) * self._cache.block_bytes + state.nbytes
+        if len(keys) * self._cache.block_bytes + state.nbytes > self.budget_bytes:
             return
         for i, (key, block) in enumerate(zip(keys, blocks, strict=False)):
             if key not in self._blocks:
                 own = tuple(tokens[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS])
                 self._blocks[key] = _Block(self._cache.read_block(block), own)
             self._blocks[key].n_users += 1
-        self._entries[keys[-1]] = Prefix(tuple(tokens), tuple(keys), state, tail)
+        self._entries[keys[-1]] = Prefix(tuple(tokens), tuple(keys), state)
         self.nbytes += n_bytes
         while self.nbytes > self.budget_bytes:
             self._drop_oldest()
@@ -126,7 +120,7 @@ class PrefixCache:
 
     def _drop_oldest(self) -> None:
         _, entry = self._entries.popitem(last=False)
-        self.nbytes -= _own_bytes(entry.state, entry.tail)
+        self.nbytes -= entry.state.nbytes
         for key in entry.keys:
             block = self._blocks[key]
             block.n_users -= 1
@@ -144,7 +138,3 @@ def block_keys(tokens: Sequence[int]) -> list[bytes]:
         before = hashlib.blake2b(before + block, digest_size=16).digest()
         keys.append(before)
     return keys
-
-
-def _own_bytes(state: RecurrentState, tail: Tensor | None) -> int:
-    return state.nbytes + (0 if tail is None else tail.numel() * tail.element_size())
