@@ -18,8 +18,7 @@ from makeway.engine.depth import Drafting
 from makeway.engine.keeping import Keeper
 from makeway.engine.memory import EngineMemory
 from makeway.engine.phases import Phase
-from makeway.engine.prefill import Sweep, SweepBuffers
-from makeway.engine.reading import Reading
+from makeway.engine.reading import Reading, lent_sweep
 from makeway.engine.request import DraftCounts, Event, Request
 from makeway.engine.scheduler import Scheduler
 from makeway.engine.speculation import Speculation
@@ -322,20 +321,14 @@ class Loop:
         counts = PromptCounts(len(plan.layers), plan.sizes.n_experts, n_tokens=len(tokens))
         swing.release(plan.lend_for(len(tokens)))
         assert swing.lending is not None
-        assert swing.layout is not None
         sequence.reserve(len(tokens))
         step, rows = swing.lending.sweep_tokens, []
         for i in range(0, len(tokens), step):
             piece = tokens[i : i + step]
-            experts = swing.sweep_experts(len(piece))
-            sweep = Sweep(
-                memory.model,
-                experts,
-                parts=[(sequence, piece)],
-                chunk=swing.layout.chunk,
-                buffers=SweepBuffers.in_views(memory.model, len(piece), swing.buffers, input_type=memory.input_type),
+            sweep, experts = lent_sweep(
+                memory,
+                [(sequence, piece)],
                 on_routed=lambda layer, _, ids, i=i: counts.add(layer, ids.cpu().numpy(), first_token=i),  # type: ignore[misc]
-                prefetch=experts.prefetch,
             )
             sweep.run()
             experts.close()

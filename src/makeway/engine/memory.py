@@ -62,8 +62,8 @@ class EngineMemory:
             rates=rates or (rates_of(device.name) if on_gpu else RATES["cpu"]),
         )
         self.arena = Arena(self.plan.arena_bytes, device)
-        place = _Placer(self.plan, self.arena, device)
-        self.model = load_model(file, self.ops, device=device.torch_device, place=place)
+        self._placer = _Placer(self.plan, self.arena, device)
+        self.model = load_model(file, self.ops, device=device.torch_device, place=self._placer)
         device.synchronize()
         self.kv, self.states = self._caches()
         self.prefixes = PrefixCache(

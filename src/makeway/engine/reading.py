@@ -6,7 +6,7 @@ held back in `held`.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from makeway.engine.keeping import Point
 from makeway.engine.memory import EngineMemory
-from makeway.engine.prefill import Sweep, SweepBuffers, SweepPart
+from makeway.engine.prefill import OnMixed, OnRouted, Sweep, SweepBuffers, SweepPart
 from makeway.engine.request import Event, Request
 from makeway.engine.scheduler import Scheduler
 from makeway.experts.policies import PromptCounts
@@ -25,6 +25,34 @@ from makeway.kv import BLOCK_TOKENS, RecurrentState, SequenceState
 
 KEEP_EVERY = 8192  # tokens of a long prompt between two points from which it can be resumed
 Sample = Callable[[Request, Tensor], list[Event]]
+
+
+def lent_sweep(
+    memory: EngineMemory,
+    parts: Sequence[tuple[SequenceState, Sequence[int]]],
+    *,
+    on_routed: OnRouted,
+    on_mixed: OnMixed | None = None,
+    cuts: Sequence[Collection[int]] = (),
+    with_mtp: bool = False,
+) -> tuple[Sweep, StreamedExperts]:
+    """A sweep in the room that is lent now, and its executor, to be closed after it; arguments as of `Sweep`."""
+    swing, n_tokens = memory.swing, sum(len(tokens) for _, tokens in parts)
+    assert swing.layout is not None
+    experts = swing.sweep_experts(n_tokens)
+    sweep = Sweep(
+        memory.model,
+        experts,
+        parts=parts,
+        chunk=swing.layout.chunk,
+        buffers=SweepBuffers.in_views(memory.model, n_tokens, swing.buffers, input_type=memory.input_type),
+        on_routed=on_routed,
+        on_mixed=on_mixed,
+        cuts=cuts,
+        with_mtp=with_mtp,
+        prefetch=experts.prefetch,
+    )
+    return sweep, experts
 
 
 class Reading:
@@ -118,7 +146,6 @@ class Reading:
         if lent is None or (wish.sweep_tokens > lent.sweep_tokens and wish.n_kept <= lent.n_kept):
             swing.release(wish)
         assert swing.lending is not None
-        assert swing.layout is not None
         room = swing.lending.sweep_tokens
         parts: list[tuple[SequenceState, list[int]]] = []
         cuts: list[set[int]] = []
@@ -134,18 +161,13 @@ class Reading:
                 parts.append((self._sequences[r.id], tokens))
                 n_tokens += len(tokens)
                 r.started_s = r.started_s or time.perf_counter()
-        self._experts = swing.sweep_experts(n_tokens)
-        self._sweep = Sweep(
-            memory.model,
-            self._experts,
-            parts=parts,
-            chunk=swing.layout.chunk,
-            buffers=SweepBuffers.in_views(memory.model, n_tokens, swing.buffers, input_type=memory.input_type),
+        self._sweep, self._experts = lent_sweep(
+            memory,
+            parts,
             on_routed=self._count,
             on_mixed=self._capture,
             cuts=cuts,
             with_mtp=memory.plan.sizes.with_mtp,
-            prefetch=self._experts.prefetch,
         )
         self._steps = self._sweep.steps()
 
