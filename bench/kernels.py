@@ -188,6 +188,9 @@ class Step:
         self.n_missing = round(self.n_used * (1 - hit_rate))
         slot_of[used[torch.randperm(self.n_used)[: self.n_missing]]] = -1
         self.ids, self.slot_of = ids.cuda(), slot_of.cuda()
+        first = torch.zeros(1, dtype=torch.int32, device="cuda")
+        routed = torch.zeros((n, layer.top_k), dtype=torch.int32, device="cuda")
+        self.report = step_plan.Report(first, routed, torch.zeros_like(layer.no_spares))
         self.routing = torch.rand(n, layer.top_k, device="cuda")
         self.x = torch.randn(n, layer.layout.hidden, device="cuda").bfloat16()
         self.acc = torch.zeros(n, layer.layout.hidden, device="cuda")
@@ -205,6 +208,7 @@ class Step:
             wanted=layer.nothing,
             spares=layer.no_spares,
             rooms=layer.rooms,
+            report=self.report,
         )
 
     def fetch(self, programs: int = step_plan.FETCH_PROGRAMS) -> None:

@@ -109,7 +109,7 @@ class StepGraph:
     def run(self, batch: Batch) -> StepOutputs:
         """The batch (made on the host) through the trunk; its sequences do not advance yet."""
         self._inputs.fill(self._model, batch)
-        self._experts.open_step()
+        self._experts.begin_pass(range(self._model.facts.n_layers), self.n)
         if self._graph is None:
             self._outputs = self._compute()
         else:
@@ -133,7 +133,7 @@ class StepGraph:
         model, h = self._model, self._inputs.h
         for layer in range(model.facts.n_layers):
             h, moe = model.mix(layer, h, self._batch)
-            self._experts.run(layer, moe, live=self._inputs.rows.row_segment)
+            self._experts.run(layer, moe, first=0, live=self._inputs.rows.row_segment)
             h = model.combine(layer, h, moe)
         return StepOutputs(h, model.head(h))
 

@@ -5,12 +5,14 @@ tables before it and reads the report after it.
 Hazard: the tables have constant addresses and a captured step reads them when it is replayed, not when it was captured.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from makeway.device import zeros_and_copy
+from makeway.device import Event, zeros_and_copy
 from makeway.errors import EngineFailed
 from makeway.experts.cache import ExpertCache
 from makeway.experts.follower import Follower
@@ -40,12 +42,16 @@ class StepTables:
         self.spares, self._spares = pair((n_layers, n_spares), torch.int32)
         self.routed, self._routed = pair((n_layers, most_rows, top_k), torch.int32)
         self.fetched, self._fetched = pair((n_layers, n_spares), torch.int32)
+        self.n_rows = np.zeros(n_layers, dtype=np.int64)
+        """Rows of the report that the step's passes write, by layer."""
         self._epoch = NONE
+        expert_bytes = [layer.expert_bytes for layer in cache.plan.layers]
+        self._expert_bytes = np.asarray(expert_bytes, dtype=np.int64)
 
     def send(self) -> None:
         """Before a step: what is published now, what is wanted, and which spares are free."""
         table, follower = self.cache.table, self.follower
-        self.routed.fill_(NONE)
+        self.n_rows[:] = 0
         self._wanted.numpy()[...] = follower.wanted
         self.wanted.copy_(self._wanted, non_blocking=True)
         self._spares.numpy()[...] = table.spares[follower.spare_set]
@@ -63,27 +69,31 @@ class StepTables:
     def end_step(self) -> None:
         """The report is here: count, mark the spares that were filled, and leave the decision for the next step."""
         routed, fetched = self._routed.numpy(), self._fetched.numpy().copy()
+        n_layers, most_rows, _ = routed.shape
+        routed = np.where((np.arange(most_rows) < self.n_rows[:, None])[:, :, None], routed, NONE)
+        fetched[self.n_rows == 0] = NONE  # a layer that did not run reports what it did before
+        routed = routed.reshape(n_layers, -1).astype(np.int64)
         self._count(routed)
         layers, spares = np.nonzero(fetched != NONE)
         table = self.cache.table
         slots = table.spares[self.follower.spare_set, layers, spares]
         table.fill(layers, slots, fetched[layers, spares])
-        self.follower.end_step(fetched, routed.reshape(len(routed), -1).astype(np.int64))
+        self.follower.end_step(fetched, routed)
 
-    def _count(self, routed: NDArray[np.int32]) -> None:
-        """Hits and misses by the table that the step was told."""
-        counters, plan, told = self.cache.counters, self.cache.plan, self._slot_of.numpy()
-        for layer, ids in enumerate(routed):
-            used = np.unique(ids)
-            used = used[used >= 0]
-            n_hits = int((told[layer, used] != NONE).sum())
-            n_bytes = plan.layers[layer].expert_bytes
-            counters.hits += n_hits
-            counters.served_bytes += n_hits * n_bytes
-            counters.misses += used.size - n_hits
-            missed_bytes = (used.size - n_hits) * -(-n_bytes // 16) * 16
-            counters.link_bytes += missed_bytes
-            self.cache.device.link_bytes += missed_bytes
+    def _count(self, routed: NDArray[np.int64]) -> None:
+        """Hits and misses of ids [layers, any], each expert once a layer, by the table that the step was told."""
+        counters, told = self.cache.counters, self._slot_of.numpy()
+        used = np.zeros(told.shape, dtype=np.bool_)
+        layers, places = np.nonzero(routed >= 0)
+        used[layers, routed[layers, places]] = True
+        hits = (used & (told != NONE)).sum(axis=1)
+        misses = used.sum(axis=1) - hits
+        missed_bytes = int((misses * (-(-self._expert_bytes // 16) * 16)).sum())
+        counters.hits += int(hits.sum())
+        counters.misses += int(misses.sum())
+        counters.served_bytes += int((hits * self._expert_bytes).sum())
+        counters.link_bytes += missed_bytes
+        self.cache.device.link_bytes += missed_bytes
 
 
 class DeviceExperts:
@@ -94,29 +104,34 @@ class DeviceExperts:
         """`arena` u8: all of it; slots and transient region lie where the plan puts them."""
         top_k = max(layer.top_k for layer in cache.plan.layers)
         self._cache, self._arena, self._top_k = cache, arena, top_k
+        most_rows = 1 << (most_rows - 1).bit_length()  # captured passes are padded
         self._tables = StepTables(cache, top_k=top_k, most_rows=most_rows)
+        self._first_rows = torch.arange(most_rows, dtype=torch.int32, device=arena.device)
         self._buffers: dict[int, step_plan.StepBuffers] = {}
         self._scratch = Scratch(arena.device)
         self._is_open = False
-        self._reported = [0] * cache.table.n_layers  # rows of the step so far, by layer
+        self._report: Event | None = None  # asked for, once the step's last pass is on its way
 
-    def open_step(self) -> None:
-        """Before the first pass of a step: the tables go to the device."""
+    def begin_pass(self, layers: Sequence[int], n: int) -> int:
+        """A pass of `n` rows over `layers` comes next: the row of the report where it begins. The first pass of a step
+        sends the tables to the device."""
         if not self._is_open:
             self._is_open = True
-            self._reported = [0] * self._cache.table.n_layers
             self._tables.send()
+        assert self._report is None, "the step's last pass has begun"
+        n_rows = self._tables.n_rows
+        first = int(n_rows[layers[0]])
+        assert first + n <= self._first_rows.numel()
+        n_rows[layers] += n
+        return first
 
     def __call__(self, layer: int, moe: RoutedInput) -> None:
         """A pass that is not captured."""
-        self.open_step()
-        n = moe.ids.shape[0]
-        self.run(layer, moe, first=self._reported[layer])
-        self._reported[layer] += n
+        self.run(layer, moe, first=self.begin_pass([layer], moe.ids.shape[0]))
 
-    def run(self, layer: int, moe: RoutedInput, *, first: int = 0, live: Tensor | None = None) -> None:
-        """Plan, fetch and run; nothing waits for the host. `first`: the row of the report where this pass begins;
-        `live` int32 [n]: below 0 where a row is padding."""
+    def run(self, layer: int, moe: RoutedInput, *, first: int | Tensor, live: Tensor | None = None) -> None:
+        """Plan, fetch and run; nothing waits for the host. `first`: the row of the report where this pass begins, a
+        captured pass reads it from an int32 [1]; `live` int32 [n]: below 0 where a row is padding."""
         cache, tables, n = self._cache, self._tables, moe.ids.shape[0]
         if n not in self._buffers:
             gate = cache.store.layers[layer].shapes[0]
@@ -124,25 +139,23 @@ class DeviceExperts:
                 self._arena.device, n=n, top_k=self._top_k, hidden=gate.n_cols, width=gate.n_rows
             )
         plan, stored, buffers = cache.plan, cache.store.layers[layer], self._buffers[n]
-        ids = moe.ids.to(torch.int32)
-        if live is not None:
-            ids = torch.where(live[:, None] >= 0, ids, NONE)
-        ids = ids.contiguous()
-        tables.routed[layer, first : first + n] = ids
         rooms = step_plan.Rooms(
             slots_at=plan.decode.slots.offset + plan.decode.layer_offsets[layer],
             slot_stride=plan.decode.rank_bytes,
             transient_at=plan.decode.transient.offset,
             transient_stride=plan.layers[layer].stride_bytes,
         )
-        tables.fetched[layer] = step_plan.plan_step(
+        first_row = self._first_rows[first : first + 1] if isinstance(first, int) else first
+        step_plan.plan_step(
             buffers,
-            ids,
-            routing=moe.weights.contiguous(),
+            moe.ids,
+            routing=moe.weights,
             slot_of=tables.slot_of[layer],
             wanted=tables.wanted[layer],
             spares=tables.spares[layer],
             rooms=rooms,
+            report=step_plan.Report(first_row, tables.routed[layer], tables.fetched[layer]),
+            live=live,
         )
         n_bytes = -(-stored.expert_bytes // 16) * 16
         step_plan.fetch_missing(buffers, stored.raw, self._arena, n_bytes=n_bytes)
@@ -150,13 +163,22 @@ class DeviceExperts:
         layout = kernels.ExpertLayout(gate.type, up.type, down.type, gate.n_cols, gate.n_rows)
         kernels.run_experts(buffers, moe.x, self._arena, layout=layout, acc=moe.acc, scratch=self._scratch)
 
+    def last_pass_runs(self) -> None:
+        """The step's last pass is on its way to the device: ask for its report behind it, and meanwhile decide about
+        the step before."""
+        if self._is_open and self._report is None:
+            self._tables.fetch_report()
+            self._report = self._cache.device.record_compute()
+            self._tables.follower.decide()
+
     def end_step(self) -> None:
-        """Decide about the step before while this one runs, then wait for its report."""
+        """Wait for the step's report, whose decision comes while the next step runs."""
         if not self._is_open:
             return
-        self._tables.follower.decide()
-        self._tables.fetch_report()
-        self._cache.device.record_compute().wait()
+        self.last_pass_runs()
+        assert self._report is not None
+        self._report.wait()
+        self._report = None
         self._tables.end_step()
         self._is_open = False
 

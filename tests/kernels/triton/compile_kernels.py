@@ -36,6 +36,9 @@ POINTERS = {
     "chosen_by": "*i32",
     "count": "*i32",
     "fetched": "*i32",
+    "first_row": "*i32",
+    "routed": "*i32",
+    "live": "*i32",
     "ids": "*i64",
     "slot_of": "*i32",
     "wanted": "*u8",
@@ -112,12 +115,13 @@ def cases(every: bool) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, str
     """Name, kernel, constants, argument types. Small matrices unroll little, so that they compile quickly."""
     words = {"store": "*i32", "arena": "*i32"}
     yield "fetch", fetch_kernel, {"WORDS": FETCH_WORDS, "num_warps": 8}, words
-    yield "plan for 1 row", plan_kernel, {"PADDED": 16, "SPARES": 4, "N": 8, "num_warps": 8}, {}
+    yield "plan for 1 row", plan_kernel, {"PADDED": 16, "SPARES": 4, "N": 8, "HAS_LIVE": True, "num_warps": 8}, {}
     yield linear_case(GGMLType.Q8_0, 64, 64, 1)
     yield down_case(GGMLType.Q5_1, 32, 32)
     if not every:
         return
-    yield "plan for 8 rows", plan_kernel, {"PADDED": 128, "SPARES": 8, "N": 8, "num_warps": 8}, {}
+    sizes = {"PADDED": 128, "SPARES": 8, "N": 8, "HAS_LIVE": True, "num_warps": 8}
+    yield "plan for 8 rows", plan_kernel, sizes, {}
     yield "split", split_kernel, {"BLOCK": 1024, "num_warps": 4}, {"x": "*fp32", "out": "*bf16"}
     yield linear_case(GGMLType.Q6_K, 248320, 2560, 2)
     for kind in PLANES:

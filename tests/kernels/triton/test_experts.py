@@ -5,7 +5,7 @@ from makeway.gguf.types import GGMLType
 from makeway.kernels import Weight
 from makeway.kernels.triton.experts import ExpertLayout, gate_up_tiling, run_experts
 from makeway.kernels.triton.linear import Scratch
-from makeway.kernels.triton.step_plan import Rooms, StepBuffers, fetch_missing, plan_step
+from makeway.kernels.triton.step_plan import Report, Rooms, StepBuffers, fetch_missing, plan_step
 from makeway.kernels.triton.unpack import PLANES, planes_for
 from makeway.quants import decode_rows
 from tests.kernels.triton.blocks import random_weight
@@ -53,7 +53,9 @@ class Rig:
         wish[list(wanted)] = 1
         acc = torch.zeros((n, layout.hidden)) if acc is None else acc.clone()
         acc = acc.to(device)
-        fetched = plan_step(
+        fetched = torch.full((len(spares),), 99, dtype=torch.int32, device=device)
+        first = torch.zeros(1, dtype=torch.int32, device=device)
+        plan_step(
             buffers,
             ids.to(device),
             routing=routing.to(device),
@@ -61,6 +63,7 @@ class Rig:
             wanted=wish.to(device),
             spares=torch.tensor(spares, dtype=torch.int32, device=device),
             rooms=self.rooms,
+            report=Report(first, torch.zeros((n, TOP_K), dtype=torch.int32, device=device), fetched),
         )
         fetch_missing(buffers, self.store, self.arena, n_bytes=layout.expert_bytes)
         run_experts(buffers, x.to(device), self.arena, layout=layout, acc=acc, scratch=self.scratch)

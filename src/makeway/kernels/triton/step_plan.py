@@ -2,7 +2,7 @@
 
 Owns the buffers that pass from kernel to kernel within a layer, the plan and the fetch. Never waits for the host, and
 never chooses what stays in a slot: it only says which spare received which expert.
-Hazard: the buffers are reused by the next layer and step on the same stream; what the host wants to read (`fetched`)
+Hazard: the buffers are reused by the next layer and step on the same stream; what the host wants to read (`Report`)
 belongs to the caller.
 
 A step has up to 8 rows of top_k experts. Its *entries* are the different experts, in ascending order, each run once
@@ -25,6 +25,7 @@ FETCH_WORDS = 4096  # of 32 bits, in one turn of a program of 256 threads: four 
 @triton.jit(do_not_specialize=["n_ids", "n_spares"])
 def plan_kernel(
     ids,
+    live,
     routing,
     slot_of,
     wanted,
@@ -35,6 +36,8 @@ def plan_kernel(
     chosen_by,
     weights,
     count,
+    first_row,
+    routed,
     fetched,
     n_ids,
     top_k,
@@ -46,12 +49,16 @@ def plan_kernel(
     PADDED: tl.constexpr,
     SPARES: tl.constexpr,
     N: tl.constexpr,
+    HAS_LIVE: tl.constexpr,
 ):
-    """One program: entries of a step, where their bytes are or go, and which rows chose them."""
+    """One program: entries of a step, where their bytes are or go, which rows chose them; and the report."""
     i = tl.arange(0, PADDED)
-    mine = tl.load(ids + i, mask=i < n_ids, other=-1).to(tl.int32)
-    valid = mine >= 0
     row = i // top_k
+    mine = tl.load(ids + i, mask=i < n_ids, other=-1).to(tl.int32)
+    if HAS_LIVE:
+        mine = tl.where(tl.load(live + row, mask=i < n_ids, other=-1) >= 0, mine, -1)
+    valid = mine >= 0
+    tl.store(routed + tl.load(first_row) * top_k + i, mine, mask=i < n_ids)
     # row j of each matrix below: the id j as seen from the id i; sums over axis 0 stay within threads
     other = mine[:, None]
     same = (other == mine[None, :]) & valid[:, None]
@@ -143,22 +150,45 @@ class StepBuffers:
         return sum(t.nbytes for t in vars(self).values() if isinstance(t, Tensor))
 
 
-def plan_step(
-    buffers: StepBuffers, ids: Tensor, *, routing: Tensor, slot_of: Tensor, wanted: Tensor, spares: Tensor, rooms: Rooms
-) -> Tensor:
-    """Entries of a layer's step into `buffers`; returns `fetched` int32 [n_spares], the expert in each spare or -1.
+@dataclass(frozen=True)
+class Report:
+    """What the plan of a layer tells the host, int32: routed [rows, top_k] from row first [1] on, the ids (-1: padding);
+    fetched [n_spares], the expert in each spare or -1."""
 
-    ids int [n, top_k] (-1: padding), routing f32 [n, top_k], slot_of int32 [n_experts] (-1: not in a slot), wanted
-    uint8 [n_experts], spares int32 [n_spares]: slot numbers. Wanted misses take spares in ascending expert order while
-    there are any; the others pass through the transient region.
+    first: Tensor
+    routed: Tensor
+    fetched: Tensor
+
+
+def plan_step(
+    buffers: StepBuffers,
+    ids: Tensor,
+    *,
+    routing: Tensor,
+    slot_of: Tensor,
+    wanted: Tensor,
+    spares: Tensor,
+    rooms: Rooms,
+    report: Report,
+    live: Tensor | None = None,
+) -> None:
+    """Entries of a layer's step into `buffers`, and what the host wants to know into `report`; one launch.
+
+    ids int [n, top_k] (-1: none), routing f32 [n, top_k], slot_of int32 [n_experts] (-1: not in a slot), wanted uint8
+    [n_experts], spares int32 [n_spares]: slot numbers; live int32 [n], below 0 where a row is padding and routes
+    nowhere. Wanted misses take spares in ascending expert order while there are any; the others pass through the
+    transient region.
     """
     assert ids.shape == (buffers.n, buffers.top_k)
     assert ids.is_contiguous()
     assert routing.is_contiguous()
+    assert report.routed.is_contiguous()
+    assert report.routed.shape[1] == buffers.top_k
     n_spares = spares.numel()
-    fetched = torch.empty(n_spares, dtype=torch.int32, device=ids.device)
+    assert report.fetched.numel() == n_spares
     plan_kernel[(1,)](
         ids,
+        ids if live is None else live,
         routing,
         slot_of,
         wanted,
@@ -169,7 +199,9 @@ def plan_step(
         buffers.chosen_by,
         buffers.weights,
         buffers.count,
-        fetched,
+        report.first,
+        report.routed,
+        report.fetched,
         ids.numel(),
         buffers.top_k,
         n_spares,
@@ -180,9 +212,9 @@ def plan_step(
         PADDED=max(16, triton.next_power_of_2(ids.numel())),
         SPARES=triton.next_power_of_2(n_spares) if n_spares else 0,
         N=MAX_ROWS,
+        HAS_LIVE=live is not None,
         num_warps=8,
     )
-    return fetched
 
 
 def fetch_missing(
