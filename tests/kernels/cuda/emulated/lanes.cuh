@@ -1,0 +1,161 @@
+// What src/makeway/kernels/cuda/lanes.cuh offers, for the CPU: the same names, with the meaning that is written there.
+// Never schedules (emulate.h does). Hazard: it is stricter than a GPU: lanes that part ways, or end early, are errors.
+#pragma once
+#include <cmath>
+#include <cstdlib>
+#include <type_traits>
+
+#include "emulate.h"
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef signed char i8;
+typedef short i16;
+typedef int i32;
+typedef long long i64;
+
+struct alignas(8) uint2 { u32 x, y; };
+struct alignas(16) uint4 { u32 x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+template <class T> constexpr T min(T a, T b) { return b < a ? b : a; }
+template <class T> constexpr T max(T a, T b) { return a < b ? b : a; }
+
+#define __device__
+#define __constant__ static
+#define __forceinline__ inline
+#define KERNEL(threads) void
+#define DEVICE inline
+
+DEVICE int thread_x() { return emulated::block.current; }
+DEVICE int n_threads() { return emulated::block.n_threads; }
+DEVICE int block_x() { return emulated::block.index[0]; }
+DEVICE int block_y() { return emulated::block.index[1]; }
+DEVICE int block_z() { return emulated::block.index[2]; }
+DEVICE int n_blocks_x() { return emulated::block.n_blocks[0]; }
+DEVICE u8* shared_bytes() { return emulated::block.shared; }
+
+DEVICE void sync_block() {
+    emulated::meet_block("sync_block", [] {});
+}
+DEVICE void sync_warp() {
+    emulated::meet_warp("sync_warp", [](emulated::Warp&) {});
+}
+
+DEVICE float as_float(u32 bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+DEVICE u32 as_u32(float value) {
+    u32 bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+template <class T> T shuffled(const char* what, T value, int lane) {
+    static_assert(sizeof(T) == 4);
+    int self = emulated::block.current % 32;
+    emulated::Warp& warp = emulated::block.warps[emulated::block.current / 32];
+    memcpy(&warp.in[self][0], &value, 4);
+    warp.in[self][1] = lane & 31;
+    emulated::meet_warp(what, [](emulated::Warp& w) {
+        for (int i = 0; i < 32; i++) w.out[i][0] = w.in[w.in[i][1]][0];
+    });
+    memcpy(&value, &warp.out[self][0], 4);
+    return value;
+}
+template <class T> DEVICE T shfl(T value, int lane) { return shuffled("shfl", value, lane); }
+template <class T> DEVICE T shfl_xor(T value, int mask) {
+    return shuffled("shfl_xor", value, emulated::block.current % 32 ^ mask);
+}
+
+DEVICE float bf16_to_float(u32 low16) { return as_float(low16 << 16); }
+
+DEVICE void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    int self = emulated::block.current % 32;
+    emulated::Warp& warp = emulated::block.warps[emulated::block.current / 32];
+    memcpy(&warp.in[self][0], a, 16);
+    warp.in[self][4] = b0;
+    warp.in[self][5] = b1;
+    memcpy(&warp.in[self][6], c, 16);
+    emulated::meet_warp("mma_bf16", [](emulated::Warp& w) {
+        float left[16][16], right[8][16];  // [row][k], [column][k]
+        for (int lane = 0; lane < 32; lane++) {
+            int g = lane / 4, t = lane % 4;
+            for (int half = 0; half < 2; half++) {
+                for (int i = 0; i < 4; i++)
+                    left[g + i % 2 * 8][2 * t + i / 2 * 8 + half] = bf16_to_float(w.in[lane][i] >> (16 * half) & 0xffff);
+                for (int i = 0; i < 2; i++)
+                    right[g][2 * t + i * 8 + half] = bf16_to_float(w.in[lane][4 + i] >> (16 * half) & 0xffff);
+            }
+        }
+        for (int lane = 0; lane < 32; lane++)
+            for (int i = 0; i < 4; i++) {
+                int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+                double sum = as_float(w.in[lane][6 + i]);
+                for (int k = 0; k < 16; k++) sum += left[row][k] * right[column][k];  // a product is exact in f32
+                w.out[lane][i] = as_u32(static_cast<float>(sum));
+            }
+    });
+    memcpy(c, &warp.out[self][0], 16);
+}
+
+template <class T> T loaded(const void* from, const char* what) {
+    if (reinterpret_cast<uintptr_t>(from) % sizeof(T)) emulated::fail("%s from %p, which is not aligned", what, from);
+    T value;
+    memcpy(&value, from, sizeof(T));
+    return value;
+}
+DEVICE uint4 load16(const void* from) { return loaded<uint4>(from, "load16"); }
+DEVICE uint2 load8(const void* from) { return loaded<uint2>(from, "load8"); }
+DEVICE u32 load4(const void* from) { return loaded<u32>(from, "load4"); }
+DEVICE u32 load2(const void* from) { return loaded<u16>(from, "load2"); }
+DEVICE uint4 load16_cg(const void* from) { return loaded<uint4>(from, "load16_cg"); }
+DEVICE float load4f_cg(const float* from) { return loaded<float>(from, "load4f_cg"); }
+
+DEVICE u32 prmt(u32 a, u32 b, u32 selector) {
+    u64 bytes = static_cast<u64>(b) << 32 | a;
+    u32 result = 0;
+    for (int i = 0; i < 4; i++) {
+        u32 nibble = selector >> (4 * i) & 15, byte = bytes >> (8 * (nibble & 7)) & 255;
+        if (nibble & 8) byte = byte & 128 ? 255 : 0;
+        result |= byte << (8 * i);
+    }
+    return result;
+}
+DEVICE u32 funnel_r(u32 low, u32 high, int bits) {
+    return static_cast<u32>((static_cast<u64>(high) << 32 | low) >> (bits & 31));
+}
+
+DEVICE float half_to_float(u32 low16) {
+    u32 exponent = low16 >> 10 & 31, fraction = low16 & 1023, sign = (low16 & 0x8000) << 16;
+    if (exponent == 31) return as_float(sign | 0x7f800000 | fraction << 13);
+    float size = exponent ? as_float((exponent + 112) << 23 | fraction << 13) : ldexpf(static_cast<float>(fraction), -24);
+    return as_float(sign | as_u32(size));
+}
+DEVICE u32 to_bf16(float value) {
+    u32 bits = as_u32(value);
+    if (std::isnan(value)) return 0x7fff;
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+DEVICE u32 pack_bf16(float low, float high) { return to_bf16(high) << 16 | to_bf16(low); }
+DEVICE float exp_of(float x) { return expf(x); }
+DEVICE float rsqrt_of(float x) { return 1.0f / sqrtf(x); }
+
+DEVICE bool arrived_last(i32* counter, i32 n) {
+    emulated::meet_block("arrived_last", [&] {
+        emulated::block.flag = ++*counter == n;
+        if (emulated::block.flag) *counter = 0;
+    });
+    return emulated::block.flag;
+}
+
+DEVICE void wait_for_previous() {}
+DEVICE void let_next_start() {}

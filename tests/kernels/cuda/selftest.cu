@@ -1,0 +1,83 @@
+// Kernels that test the emulation and the compiler: each exercises one thing that the real kernels rely on.
+#include "lanes.cuh"
+
+// c[16, 8] += a[16, 16] b[16, 8]; a and b are bf16, b by columns.
+KERNEL(32) product_kernel(float* c, const u16* a, const u16* b) {
+    int g = thread_x() / 4, t = thread_x() % 4;
+    u32 left[4];
+    for (int i = 0; i < 4; i++) left[i] = load4(a + (g + i % 2 * 8) * 16 + 2 * t + i / 2 * 8);
+    float sums[4];
+    for (int i = 0; i < 4; i++) sums[i] = c[(g + i / 2 * 8) * 8 + 2 * t + i % 2];
+    mma_bf16(sums, left, load4(b + g * 16 + 2 * t), load4(b + g * 16 + 2 * t + 8));
+    for (int i = 0; i < 4; i++) c[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = sums[i];
+}
+
+// out[i] = sum over lanes by shfl_xor; out[n + i] = the value of lane `lane` by shfl.
+KERNEL(128) shuffle_kernel(float* out, const float* in, int n, int lane) {
+    int i = thread_x();
+    float sum = in[i];
+    for (int mask = 1; mask < 32; mask *= 2) sum += shfl_xor(sum, mask);
+    out[i] = sum;
+    out[n + i] = as_float(shfl(as_u32(in[i]), lane));
+}
+
+// Each block sums its part through shared memory; the last block to come adds the parts in order.
+template <int THREADS> KERNEL(THREADS) sum_kernel(float* total, float* parts, i32* counter, const float* in, i64 n) {
+    float* shared = reinterpret_cast<float*>(shared_bytes());
+    i64 i = static_cast<i64>(block_x()) * THREADS + thread_x();
+    shared[thread_x()] = i < n ? in[i] : 0.0f;
+    for (int half = THREADS / 2; half; half /= 2) {
+        sync_block();
+        if (thread_x() < half) shared[thread_x()] += shared[thread_x() + half];
+    }
+    if (thread_x() == 0) parts[block_x()] = shared[0];
+    if (arrived_last(counter, n_blocks_x()) && thread_x() == 0) {
+        float sum = 0.0f;
+        for (int k = 0; k < n_blocks_x(); k++) sum += load4f_cg(parts + k);
+        *total = sum;
+    }
+}
+
+// out[i, :] = what the conversions and bit operations make of words[i].
+KERNEL(32) convert_kernel(u32* out, const u32* words, int n, float scale) {
+    for (int i = thread_x(); i < n; i += n_threads()) {
+        u32 word = load4(words + i);
+        u32* row = out + i * 8;
+        row[0] = as_u32(half_to_float(word & 0xffff));
+        row[1] = as_u32(bf16_to_float(word & 0xffff));
+        row[2] = pack_bf16(as_float(word), scale);
+        row[3] = prmt(word, ~word, word >> 7);
+        row[4] = funnel_r(word, ~word, word % 32);
+        row[5] = load2(words + i);
+        row[6] = as_u32(exp_of(scale * (word & 0xffff)));
+        row[7] = as_u32(rsqrt_of(1.0f + (word & 0xffff)));
+    }
+}
+
+// One fault of a kernel each.
+template <int FAULT> KERNEL(64) faulty_kernel(u32* out, int n) {
+    u32* shared = reinterpret_cast<u32*>(shared_bytes());
+    if (FAULT == 0 && thread_x() < 40) sync_block();          // some never come
+    if (FAULT == 1 && thread_x() % 2) sync_warp();            // lanes at two operations
+    if (FAULT == 1 && thread_x() % 2 == 0) shfl(1.0f, 0);
+    if (FAULT == 2) shared[n + thread_x()] = 1;               // beyond its shared memory
+    if (FAULT == 3) out[n + thread_x()] = 1;                  // beyond an array
+    if (FAULT == 4) out[0] = load16(reinterpret_cast<u8*>(out) + 4 * n).x;
+    if (FAULT == 5) *reinterpret_cast<uint2*>(reinterpret_cast<u8*>(shared) + 4 * n) = {1, 2};
+    if (FAULT == 6) out[0] = 1u << n;
+    if (FAULT == 7) {                                         // reads what another thread writes, no barrier between
+        shared[thread_x()] = thread_x();
+        out[thread_x()] = shared[63 - thread_x()];
+    }
+}
+
+// Many warp operations, to time.
+KERNEL(256) busy_kernel(float* out, int n) {
+    float sums[4] = {0, 0, 0, 0};
+    u32 left[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
+    for (int i = 0; i < n; i++) {
+        mma_bf16(sums, left, 0x3f803f80, 0x3f803f80);
+        sums[0] = shfl_xor(sums[0], 1);
+    }
+    out[block_x() * 256 + thread_x()] = sums[0];
+}
