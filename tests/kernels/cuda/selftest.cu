@@ -42,7 +42,7 @@ template <int THREADS> KERNEL(THREADS) sum_kernel(float* total, float* parts, i3
 KERNEL(32) convert_kernel(u32* out, const u32* words, int n, float scale) {
     for (int i = thread_x(); i < n; i += n_threads()) {
         u32 word = load4(words + i);
-        u32* row = out + i * 8;
+        u32* row = out + i * 9;
         row[0] = as_u32(half_to_float(word & 0xffff));
         row[1] = as_u32(bf16_to_float(word & 0xffff));
         row[2] = pack_bf16(as_float(word), scale);
@@ -51,7 +51,26 @@ KERNEL(32) convert_kernel(u32* out, const u32* words, int n, float scale) {
         row[5] = load2(words + i);
         row[6] = as_u32(exp_of(scale * (word & 0xffff)));
         row[7] = as_u32(rsqrt_of(1.0f + (word & 0xffff)));
+        row[8] = sub_bf16(word, 0x40004380u);  // 2 and 256
     }
+}
+
+// Two groups of copies ahead: out[i] = in[i] + in[i + 512], then what the shared memory of the second group holds too early.
+KERNEL(32) copy_kernel(u32* out, const u32* in) {
+    u32* shared = reinterpret_cast<u32*>(shared_bytes());
+    for (int group = 0; group < 2; group++) {
+        for (int i = 0; i < 4; i++) {
+            int at = group * 512 + i * 128 + thread_x() * 4;
+            copy16_async(shared + at, in + at);
+        }
+        commit_async();
+    }
+    wait_async<1>();
+    sync_warp();
+    for (int i = thread_x(); i < 512; i += 32) out[i] = shared[511 - i];
+    wait_async<0>();
+    sync_warp();
+    for (int i = thread_x(); i < 512; i += 32) out[i] += shared[512 + i];
 }
 
 // One fault of a kernel each.
@@ -68,6 +87,11 @@ template <int FAULT> KERNEL(64) faulty_kernel(u32* out, int n) {
     if (FAULT == 7) {                                         // reads what another thread writes, no barrier between
         shared[thread_x()] = thread_x();
         out[thread_x()] = shared[63 - thread_x()];
+    }
+    if (FAULT == 8) {                                         // does not wait for its copy
+        copy16_async(shared + 4 * (thread_x() % 8), out);
+        commit_async();
+        out[thread_x()] = shared[thread_x() % 32];
     }
 }
 

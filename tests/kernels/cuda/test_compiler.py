@@ -41,11 +41,11 @@ def test_what_was_compiled_is_kept(tmp_path, monkeypatch):
 def test_what_differs_is_compiled_anew(tmp_path):
     source = tmp_path / "one.cu"
     (tmp_path / "part.cuh").write_text("__device__ int part() { return 1; }\n")
-    source.write_text('#include "lanes.cuh"\n#include "part.cuh"\nKERNEL(32) one(int* x) { *x = part() + N; }\n')
+    source.write_text('#include "lanes.cuh"\n#include "part.cuh"\nKERNEL(32) one(int* x) { *x = part() + ADDED; }\n')
     kept = tmp_path / "kept"
 
     def code(n=1, **options):
-        return Module.compile([source], ["one"], "sm_86", defines={"N": n}, cache_folder=kept, **options)._binary.code
+        return Module.compile([source], ["one"], "sm_86", defines={"ADDED": n}, cache_folder=kept, **options)._binary.code
 
     codes = {code(), code(n=2)}
     (tmp_path / "part.cuh").write_text("__device__ int part() { return 5; }\n")

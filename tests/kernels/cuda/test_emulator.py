@@ -10,12 +10,12 @@ import torch
 from tests.kernels.cuda.emulator import EmulationError, Program, run
 
 SELFTEST = Path(__file__).parent / "selftest.cu"
-FAULTS = range(8)
+FAULTS = range(9)
 
 
 @pytest.fixture(scope="module")
 def program():
-    names = ["product_kernel", "shuffle_kernel", "sum_kernel<64>", "convert_kernel", "busy_kernel"]
+    names = ["product_kernel", "shuffle_kernel", "sum_kernel<64>", "convert_kernel", "copy_kernel", "busy_kernel"]
     return Program([SELFTEST], names + [f"faulty_kernel<{fault}>" for fault in FAULTS])
 
 
@@ -59,7 +59,7 @@ def test_conversions(program):
     words = rng.integers(0, 2**32, 4096, dtype=np.uint32)
     words[:65536:16] = (np.arange(256) * 257).astype(np.uint32)  # also zeros, subnormals, infinities
     scale = 1e-3
-    out = np.zeros((4096, 8), np.uint32)
+    out = np.zeros((4096, 9), np.uint32)
     program.run("convert_kernel", (1, 1, 1), 32, 0, (out, words, 4096, scale))
     check_conversions(out, words, scale)
 
@@ -81,12 +81,28 @@ def check_conversions(out, words, scale):
         out[:, 6].view(np.float32), np.exp(np.float32(scale) * low.astype(np.float32)), rtol=5e-6
     )
     np.testing.assert_allclose(out[:, 7].view(np.float32), (1.0 + low) ** -0.5, rtol=1e-6)
+    check_differences(out[:, 8], words)
+
+
+def check_differences(found, words):
+    halves = torch.from_numpy(words.view(np.int16).reshape(-1, 2)).view(torch.bfloat16)
+    want = (halves.double() - torch.tensor([256.0, 2.0], dtype=torch.float64)).to(torch.bfloat16)
+    numbers = ~torch.isnan(want)
+    got = torch.from_numpy(found.copy().view(np.int16).reshape(-1, 2)).view(torch.bfloat16)
+    assert torch.equal(got[numbers], want[numbers])
 
 
 def permuted(word):
     data = word.to_bytes(4, "little") + (word ^ 0xFFFFFFFF).to_bytes(4, "little")
     nibbles = [word >> (7 + 4 * i) & 15 for i in range(4)]
     return int.from_bytes(bytes(255 * (data[n & 7] >> 7) if n & 8 else data[n & 7] for n in nibbles), "little")
+
+
+def test_copies_ahead(program):
+    words = np.arange(1024, dtype=np.uint32)
+    out = np.zeros(512, np.uint32)
+    program.run("copy_kernel", (1, 1, 1), 32, 4096, (out, words))
+    np.testing.assert_array_equal(out, words[511::-1] + words[512:])
 
 
 @pytest.mark.parametrize(
@@ -115,6 +131,12 @@ def test_a_missing_barrier_reads_what_nobody_wrote(program):
     assert (out[32:] == np.arange(32)[::-1]).all()
     program.run("faulty_kernel<7>", (1, 1, 1), 64, 256, (out, 0), reverse=True)
     assert (out[32:] == 0xCDCDCDCD).all()
+
+
+def test_a_copy_without_a_wait_is_not_there(program):
+    out = np.zeros(64, np.uint32)
+    program.run("faulty_kernel<8>", (1, 1, 1), 64, 256, (out, 0))
+    assert (out == 0xCDCDCDCD).all()
 
 
 def test_wrong_arguments_are_refused(program):

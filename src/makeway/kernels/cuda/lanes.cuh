@@ -64,6 +64,15 @@ DEVICE float load4f_cg(const float* from) {
     return v;
 }
 
+// Copies to shared memory behind the thread's back, 16 bytes each, both ends aligned; commit_async() closes a group of
+// them, wait_async<n>() waits until at most the n latest groups of this thread are on their way. Past the first-level cache.
+DEVICE void copy16_async(void* shared, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                 :: "r"(static_cast<u32>(__cvta_generic_to_shared(shared))), "l"(__cvta_generic_to_global(from)) : "memory");
+}
+DEVICE void commit_async() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> DEVICE void wait_async() { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
+
 // Byte i of the result: byte (nibble i of the selector) & 7 of {a, b}, a first; its sign in all bits where the nibble has 8.
 DEVICE u32 prmt(u32 a, u32 b, u32 selector) {
     u32 bytes;
@@ -85,6 +94,11 @@ DEVICE u32 pack_bf16(float low, float high) {  // to nearest, ties to even
     u32 packed;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
+}
+DEVICE u32 sub_bf16(u32 a, u32 b) {  // both halves of a word: a - b, as a + b * -1 (sm_86 has no other)
+    u32 difference;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(difference) : "r"(b), "r"(0xBF80BF80u), "r"(a));
+    return difference;
 }
 DEVICE float exp_of(float x) { return expf(x); }
 DEVICE float rsqrt_of(float x) { return rsqrtf(x); }

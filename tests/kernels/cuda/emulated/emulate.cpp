@@ -90,6 +90,8 @@ static void run_block(bool reverse) {
     block.n_finished = block.n_arrived = block.first_ready = block.n_ready = 0;
     for (Warp& warp : block.warps) warp.n_arrived = 0;
     for (int i = 0; i < block.n_threads; i++) {
+        block.copies[i].current.clear();
+        block.copies[i].groups.clear();
         make_fiber(i);
         make_ready(reverse ? block.n_threads - 1 - i : i);
     }

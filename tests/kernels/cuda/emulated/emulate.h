@@ -5,8 +5,12 @@
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <deque>
+#include <type_traits>
 #include <utility>
+#include <vector>
 
 namespace emulated {
 
@@ -18,6 +22,16 @@ struct Warp {
     const char* what = nullptr;
     uint32_t in[32][10];
     uint32_t out[32][4];
+};
+
+struct Copy {
+    void* to;
+    const void* from;
+    int n_bytes;
+};
+struct Copies {  // of one thread: those in no group yet, and the groups on their way
+    std::vector<Copy> current;
+    std::deque<std::vector<Copy>> groups;
 };
 
 struct Launch {  // as emulator.py declares it
@@ -39,6 +53,7 @@ struct Block {
     void* stack_pointer[MOST_THREADS];
     void* scheduler = nullptr;
     Warp warps[MOST_THREADS / 32];
+    Copies copies[MOST_THREADS];
     void (*body)(void**) = nullptr;
     void** arguments = nullptr;
 };

@@ -2,8 +2,6 @@
 // Never schedules (emulate.h does). Hazard: it is stricter than a GPU: lanes that part ways, or end early, are errors.
 #pragma once
 #include <cmath>
-#include <cstdlib>
-#include <type_traits>
 
 #include "emulate.h"
 
@@ -120,6 +118,22 @@ DEVICE u32 load2(const void* from) { return loaded<u16>(from, "load2"); }
 DEVICE uint4 load16_cg(const void* from) { return loaded<uint4>(from, "load16_cg"); }
 DEVICE float load4f_cg(const float* from) { return loaded<float>(from, "load4f_cg"); }
 
+DEVICE void copy16_async(void* shared, const void* from) {
+    if (reinterpret_cast<uintptr_t>(shared) % 16 || reinterpret_cast<uintptr_t>(from) % 16)
+        emulated::fail("copy16_async from %p to %p, which are not aligned", from, shared);
+    emulated::block.copies[emulated::block.current].current.push_back({shared, from, 16});
+}
+DEVICE void commit_async() {
+    emulated::Copies& copies = emulated::block.copies[emulated::block.current];
+    copies.groups.push_back(std::move(copies.current));
+    copies.current.clear();
+}
+template <int N> DEVICE void wait_async() {  // until then nothing is copied, so that a wait that is missing shows
+    auto& groups = emulated::block.copies[emulated::block.current].groups;
+    for (; groups.size() > N; groups.pop_front())
+        for (const emulated::Copy& copy : groups.front()) memcpy(copy.to, copy.from, copy.n_bytes);
+}
+
 DEVICE u32 prmt(u32 a, u32 b, u32 selector) {
     u64 bytes = static_cast<u64>(b) << 32 | a;
     u32 result = 0;
@@ -146,6 +160,9 @@ DEVICE u32 to_bf16(float value) {
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 DEVICE u32 pack_bf16(float low, float high) { return to_bf16(high) << 16 | to_bf16(low); }
+DEVICE u32 sub_bf16(u32 a, u32 b) {
+    return pack_bf16(bf16_to_float(a & 0xffff) - bf16_to_float(b & 0xffff), bf16_to_float(a >> 16) - bf16_to_float(b >> 16));
+}
 DEVICE float exp_of(float x) { return expf(x); }
 DEVICE float rsqrt_of(float x) { return 1.0f / sqrtf(x); }
 
