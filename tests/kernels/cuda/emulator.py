@@ -57,10 +57,10 @@ class Program:
         function.restype = ctypes.c_char_p
         return function().decode()
 
-    def kernel(self, name, parameters):
+    def kernel(self, name, parameters, *, reverse=False):
         """What `Module.kernel` gives, for the CPU."""
         assert parameters == self.signature(name), f"{name} takes {self.signature(name)}, not {parameters}"
-        return EmulatedKernel(self, name)
+        return EmulatedKernel(self, name, reverse=reverse)
 
     def run(self, name, grid, threads, shared_bytes, arguments, *, reverse=False):
         """Runs the kernel to its end; writes into the contiguous arrays (numpy, or torch on the CPU) among `arguments`.
@@ -98,12 +98,12 @@ class Program:
 class EmulatedKernel:
     """Stands in for `Kernel` of launch.py."""
 
-    def __init__(self, program, name):
+    def __init__(self, program, name, *, reverse):
         self.name = name
-        self._program = program
+        self._program, self._reverse = program, reverse
 
     def launch(self, grid, threads, shared_bytes, arguments, *, overlaps_previous=False):
-        self._program.run(self.name, grid, threads, shared_bytes, arguments)
+        self._program.run(self.name, grid, threads, shared_bytes, arguments, reverse=self._reverse)
 
 
 def run(source, name, grid, threads, shared_bytes, arguments, *, reverse=False):

@@ -95,6 +95,15 @@ template <int FAULT> KERNEL(64) faulty_kernel(u32* out, int n) {
     }
 }
 
+// One step of a sequence, each from the one before, by another thread than wrote it.
+KERNEL(256) chain_kernel(i32* values, i32 n, i32 step) {
+    let_next_start();
+    wait_for_previous();
+    int i = block_x() * 256 + thread_x();
+    if (step % 2) i = n - 1 - i;
+    values[i] = (values[i] * 5 + step) % 65536;
+}
+
 // Many warp operations, to time.
 KERNEL(256) busy_kernel(float* out, int n) {
     float sums[4] = {0, 0, 0, 0};

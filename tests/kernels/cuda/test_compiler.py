@@ -45,7 +45,9 @@ def test_what_differs_is_compiled_anew(tmp_path):
     kept = tmp_path / "kept"
 
     def code(n=1, **options):
-        return Module.compile([source], ["one"], "sm_86", defines={"ADDED": n}, cache_folder=kept, **options)._binary.code
+        return Module.compile(
+            [source], ["one"], "sm_86", defines={"ADDED": n}, cache_folder=kept, **options
+        )._binary.code
 
     codes = {code(), code(n=2)}
     (tmp_path / "part.cuh").write_text("__device__ int part() { return 5; }\n")

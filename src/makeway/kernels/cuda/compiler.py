@@ -77,6 +77,7 @@ class Module:
         """
         files = read_sources(source_files)
         options = [f"--gpu-architecture={arch}", "-std=c++17", "-lineinfo", "--ptxas-options=-v"]
+        options.append("--device-as-default-execution-space")  # there is no host code
         options += [f"-D{name}={value}" for name, value in sorted((defines or {}).items())]
         options += ["--use_fast_math"] if fast_math else []
         first = [path.name for path in source_files]

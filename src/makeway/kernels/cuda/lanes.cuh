@@ -100,6 +100,8 @@ DEVICE u32 sub_bf16(u32 a, u32 b) {  // both halves of a word: a - b, as a + b *
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(difference) : "r"(b), "r"(0xBF80BF80u), "r"(a));
     return difference;
 }
+DEVICE int count_ones(u32 bits) { return __popc(bits); }
+DEVICE int lowest_one(u32 bits) { return __ffs(static_cast<int>(bits)) - 1; }
 DEVICE float exp_of(float x) { return expf(x); }
 DEVICE float rsqrt_of(float x) { return rsqrtf(x); }
 
