@@ -23,7 +23,8 @@ from makeway.kernels.reference import (
     silu,
     softplus,
 )
-from makeway.kernels.rows import ConvState, DeltaState, Rows
+from makeway.kernels.reference_attention import write_kv
+from makeway.kernels.rows import ConvState, DeltaState, KVLayer, Rows
 from makeway.kernels.weight import Weight
 
 
@@ -37,6 +38,34 @@ def norm_rope(
 ) -> Tensor:
     """Heads x f32 [n, heads, d] normed by gamma [d], turned to their positions int64 [n], scaled."""
     return rope(rms_norm(x, gamma, eps), positions, n_rot=n_rot, theta=theta) * scale
+
+
+def add_norm(h: Tensor, added: Tensor | None, *, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """h f32 [n, d], plus `added` f32 [n, d] if there is any -> that h, and its `rms_norm` by gamma [d]."""
+    if added is not None:
+        h = h + added
+    return h, rms_norm(h, gamma, eps)
+
+
+def attend_input(
+    q: Tensor,
+    k: Tensor,
+    *,
+    v: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    kv: KVLayer,
+    rows: Rows,
+    eps: float,
+    n_rot: int,
+    theta: float,
+) -> Tensor:
+    """Heads q f32 [n, heads, d], k and v [n, kv_heads, d] as the matrices give them: k normed by k_norm [d] and turned
+    to its position goes with v into the blocks of `kv`; returns q normed, turned, and scaled by d^-0.5."""
+    turned = norm_rope(q, q_norm, positions=rows.positions, eps=eps, n_rot=n_rot, theta=theta, scale=q.shape[2] ** -0.5)
+    keys = norm_rope(k, k_norm, positions=rows.positions, eps=eps, n_rot=n_rot, theta=theta)
+    write_kv(keys, v, kv=kv, rows=rows)
+    return turned
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from makeway.gguf.types import GGMLType
-from makeway.kernels.triton import attend, conv, delta, fused, index, linears, small
+from makeway.kernels.triton import attend, attend_input, conv, delta, fused, index, linears, moe_input, small
 from makeway.kernels.triton.linear import tiling
 from makeway.kernels.triton.unpack import planes_for
 from tests.kernels.triton.compile_kernels import compiled
@@ -57,6 +57,9 @@ def attention() -> Iterator[Case]:
                 "num_stages": tiles.stages,
             }
             yield f"chunk {d} {kind}", attend.chunk_kernel, constants, types
+        heads = {"HEADS": 2 * group, "KV_HEADS": 2, "D": d, "PADDED": d, "HALF": 32, "BLOCK_TOKENS": 64}
+        types = {**_pools("fp16"), "q_gamma": "*fp32", "k_gamma": "*fp32"}
+        yield f"attend input {d}", attend_input.attend_input_kernel, {**heads, "num_warps": 1}, types
         constants = {"D": d, "RATIO": 4, "SPLIT": 64, "AT_ONCE": attend.COMBINE_SPLITS, "GATED": True, "num_warps": 4}
         yield f"combine {d}", attend.combine_kernel, constants, TYPES
 
@@ -141,7 +144,14 @@ def others() -> Iterator[Case]:
     yield "silu", fused.silu_kernel, {"BLOCK": 512, "PARTS": 2, "num_warps": 4}, PARTS
     sizes = {"N_STREAMS": 4, "PADDED_STREAMS": 4, "BLOCK": 256, "INJECT": True, "PARTS": 2, "num_warps": 2}
     yield "streams mixed", fused.mix_kernel, sizes, PARTS
-    yield "swiglu", fused.swiglu_kernel, {"BLOCK": 512, "GATED": True, "PARTS": 2, "num_warps": 4}, PARTS
+    yield "swiglu", fused.swiglu_kernel, {"BLOCK": 512, "PARTS": 2, "num_warps": 4}, PARTS
+    for d in (2048, 2560):
+        sizes = {"D": d, "PADDED": 1 << (d - 1).bit_length(), "ADD": True, "PARTS": 2, "num_warps": 8}
+        yield f"add and norm {d}", fused.add_norm_kernel, sizes, PARTS
+    for experts, top_k, shared in ((512, 10, True), (128, 8, False)):
+        sizes = {"EXPERTS": experts, "PADDED": experts, "TOP_K": top_k, "PADDED_K": 1 << (top_k - 1).bit_length()}
+        constants = {**sizes, "BLOCK": 256, "SHARED": shared, "PARTS": 2 if shared else 0, "num_warps": 1}
+        yield f"choice of {experts}", moe_input.choice_kernel, constants, {**PARTS, "ids": "*i64"}
     yield "gated norm", fused.gated_norm_kernel, {"D": 128, "SIGMOID": True, "PARTS": 2, "num_warps": 1}, PARTS
 
 

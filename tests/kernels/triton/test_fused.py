@@ -62,14 +62,25 @@ def test_the_gate_of_ple(device):
 
 
 def test_activations_in_front_of_matrices(device):
-    x, y, factor = randn(2, 600), randn(2, 600, seed=1), randn(2, 1, seed=2)
+    x, y = randn(2, 600), randn(2, 600, seed=1)
     parts = fused.silu_parts(x.to(device), scale=0.25, n_parts=2)
     torch.testing.assert_close(parts.cpu().float().sum(0), reference.silu(x * 0.25), rtol=1e-4, atol=1e-6)
-    parts = fused.swiglu_parts(x.to(device), y.to(device), factor.to(device), n_parts=2)
-    expected = reference.silu(x) * y * reference.sigmoid(factor)
-    torch.testing.assert_close(parts.cpu().float().sum(0), expected, rtol=1e-4, atol=1e-6)
-    parts = fused.swiglu_parts(x.to(device), y.to(device), None, n_parts=2)
+    parts = fused.swiglu_parts(x.to(device), y.to(device), n_parts=2)
     torch.testing.assert_close(parts.cpu().float().sum(0), reference.silu(x) * y, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("n_parts", "d"), [(0, 20), (1, 600), (2, 20)])
+def test_a_residual_with_something_added_and_its_norm(n_parts, d, device):
+    h, more, gamma = randn(3, d), randn(3, d, seed=1), randn(d, seed=2)
+    for added in (None, more):
+        expected_h, expected = blocks.add_norm(h, added, gamma=gamma, eps=1e-6)
+        on_device = None if added is None else added.to(device)
+        new_h, x, parts = fused.add_norm(h.to(device), on_device, gamma=gamma.to(device), eps=1e-6, n_parts=n_parts)
+        assert torch.equal(new_h.cpu(), expected_h)
+        torch.testing.assert_close(x.cpu(), expected, rtol=1e-5, atol=1e-6)
+        assert parts.shape == (n_parts, 3, d)
+        if n_parts:
+            same_as_parts(parts.cpu(), x.cpu())
 
 
 @pytest.mark.parametrize(("keep", "sigmoid_gate"), [(False, True), (True, False)])

@@ -23,6 +23,69 @@ def store_parts(parts, at, stride, value, mask, PARTS: tl.constexpr):
 
 
 @triton.jit
+def add_norm_kernel(
+    h,
+    added,
+    gamma,
+    new_h,
+    x,
+    parts,
+    part_stride,
+    eps,
+    D: tl.constexpr,
+    PADDED: tl.constexpr,
+    ADD: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """A row: h + added where ADD, and it normed; f32 and parts."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, PADDED)
+    inside = i < D
+    at = row * D + i
+    value = tl.load(h + at, mask=inside, other=0.0)
+    if ADD:
+        value += tl.load(added + at, mask=inside, other=0.0)
+        tl.store(new_h + at, value, mask=inside)
+    value = value * tl.rsqrt(tl.sum(value * value, 0) / D + eps)
+    value = value * tl.load(gamma + i, mask=inside, other=0.0)
+    tl.store(x + at, value, mask=inside)
+    store_parts(parts, at, part_stride, value, inside, PARTS)
+
+
+def add_norm(
+    h: Tensor, added: Tensor | None, *, gamma: Tensor, eps: float, n_parts: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """h f32 [n, d] (a new one with `added` f32 [n, d]), normed by gamma [d] as f32 [n, d] and as bf16 [n_parts, n,
+    d]."""
+    h = h.contiguous()
+    n, d = h.shape
+    other = h if added is None else added.contiguous()
+    new_h = h if added is None else torch.empty_like(h)
+    assert other.shape == h.shape
+    assert gamma.shape == (d,)
+    assert gamma.is_contiguous()
+    x = torch.empty_like(h)
+    parts = torch.empty((n_parts, n, d), dtype=torch.bfloat16, device=h.device)
+    if n:
+        add_norm_kernel[(n,)](
+            h,
+            other,
+            gamma,
+            new_h,
+            x,
+            parts,
+            x.numel(),
+            eps,
+            D=d,
+            PADDED=triton.next_power_of_2(d),
+            ADD=added is not None,
+            PARTS=n_parts,
+            num_warps=8 if d > 512 else 1,
+        )
+    return new_h, x, parts
+
+
+@triton.jit
 def stream_norm_kernel(
     h,
     inject,
@@ -253,37 +316,30 @@ def mixed(
 
 
 @triton.jit
-def swiglu_kernel(
-    gate, up, shared_gate, parts, part_stride, D, BLOCK: tl.constexpr, GATED: tl.constexpr, PARTS: tl.constexpr
-):
-    """silu(gate) * up of a row, times sigmoid(shared_gate) where GATED, as parts."""
+def swiglu_kernel(gate, up, parts, part_stride, D, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+    """silu(gate) * up of a row, as parts."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < D
     at = row * D + i
     value = tl.load(gate + at, mask=inside, other=0.0)
     value = value * sigmoid_of(value) * tl.load(up + at, mask=inside, other=0.0)
-    if GATED:
-        value = value * sigmoid_of(tl.load(shared_gate + row))
     store_parts(parts, at, part_stride, value, inside, PARTS)
 
 
-def swiglu_parts(gate: Tensor, up: Tensor, shared_gate: Tensor | None, *, n_parts: int) -> Tensor:
-    """silu(gate) * up, f32 [n, d], times sigmoid(shared_gate [n, 1]) if there is one: bf16 [n_parts, n, d]."""
+def swiglu_parts(gate: Tensor, up: Tensor, *, n_parts: int) -> Tensor:
+    """silu(gate) * up, f32 [n, d]: bf16 [n_parts, n, d]."""
     n, d = gate.shape
     assert gate.is_contiguous()
     assert up.is_contiguous()
-    assert shared_gate is None or shared_gate.is_contiguous()
     parts = torch.empty((n_parts, n, d), dtype=torch.bfloat16, device=gate.device)
     swiglu_kernel[(n, triton.cdiv(d, 512))](
         gate,
         up,
-        gate if shared_gate is None else shared_gate,
         parts,
         n * d,
         d,
         BLOCK=512,
-        GATED=shared_gate is not None,
         PARTS=n_parts,
         num_warps=4,
     )

@@ -16,9 +16,11 @@ from makeway.kernels.rows import DeltaState, KVLayer, Rows
 from makeway.kernels.triton import chunk_linear as chunks
 from makeway.kernels.triton import conv, delta, fused, index, linear, small
 from makeway.kernels.triton.attend import attend, write_kv
+from makeway.kernels.triton.attend_input import attend_input
 from makeway.kernels.triton.chunk_delta import DeltaScratch
 from makeway.kernels.triton.gated_delta import gated_delta
 from makeway.kernels.triton.linears import linears
+from makeway.kernels.triton.moe_input import choice_and_swiglu, choice_and_zeros
 from makeway.kernels.weight import Weight
 
 LINEAR_BYTES = 64 << 20  # of decoded weights at a time, for chunks
@@ -53,9 +55,15 @@ class TritonOps:
             return tuple(linears(self._parts_of(x), weights, scratch=self._rows))
         return tuple(self.linear(x, w) for w in weights)
 
+    def add_norm(self, h: Tensor, added: Tensor | None, *, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        h, x, parts = fused.add_norm(h, added, gamma=gamma, eps=eps, n_parts=_n_parts(h.shape[0]))
+        self._remember(x, parts)
+        return h, x
+
     def expert_ffn(self, x: Tensor, gate: Weight, up: Weight, down: Weight) -> Tensor:
         gated, straight = self.linears(x, (gate, up))
-        return self._ffn_end(gated, straight, down)
+        parts = fused.swiglu_parts(gated, straight, n_parts=_n_parts(x.shape[0]))
+        return self._multiply_or(parts, down)
 
     def hc_mix(
         self, h: Tensor, w: MixerWeights, *, eps: float, added: tuple[Tensor, Tensor] | None = None
@@ -82,11 +90,13 @@ class TritonOps:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The shared expert's gate is applied to its hidden values, before `down`."""
         if shared is None:
-            return *small.route(self.linear(x, router), top_k), torch.zeros_like(x)
+            return choice_and_zeros(self.linear(x, router), top_k, hidden=x.shape[1])
         assert shared_gate is not None
-        gate, up, down = shared
-        logits, factor, gated, straight = self.linears(x, (router, shared_gate, gate, up))
-        return *small.route(logits, top_k), self._ffn_end(gated, straight, down, factor)
+        w_gate, w_up, down = shared
+        logits, factor, gate, up = self.linears(x, (router, shared_gate, w_gate, w_up))
+        n_parts = _n_parts(x.shape[0])
+        ids, weights, parts = choice_and_swiglu(logits, top_k, gate=gate, up=up, shared_gate=factor, n_parts=n_parts)
+        return ids, weights, self._multiply_or(parts, down)
 
     def gated_delta(self, qkv: Tensor, gate: Tensor, *, state: DeltaState, **options: Any) -> Tensor:
         n = qkv.shape[0]
@@ -109,10 +119,6 @@ class TritonOps:
     ) -> Tensor:
         scratch = self._delta_scratch(state) if v.shape[0] > linear.MAX_ROWS else None
         return delta.delta_step(q, k, v=v, decay=decay, beta=beta, state=state, rows=rows, scratch=scratch)
-
-    def _ffn_end(self, gate: Tensor, up: Tensor, down: Weight, factor: Tensor | None = None) -> Tensor:
-        parts = fused.swiglu_parts(gate, up, factor, n_parts=_n_parts(gate.shape[0]))
-        return self._multiply_or(parts, down)
 
     def _has_kernel(self, n: int, weight: Weight) -> bool:
         return linear.can_multiply(weight) if n <= linear.MAX_ROWS else chunks.can_multiply(weight)
@@ -196,6 +202,8 @@ def triton_ops(device: torch.device) -> Ops:
         replay_delta=delta.replay_delta,
         linears=ops.linears,
         norm_rope=small.norm_rope,
+        add_norm=ops.add_norm,
+        attend_input=attend_input,
         hc_mix=ops.hc_mix,
         hc_combine=fused.hc_combine,
         ple_gate=fused.ple_gate,

@@ -190,11 +190,10 @@ def pointwise(function: int, x: Tensor, y: Tensor | None = None) -> Tensor:
 
 
 @triton.jit
-def route_kernel(
-    logits, ids, weights, EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, PADDED_K: tl.constexpr
+def route_row(
+    logits, ids, weights, row, EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, PADDED_K: tl.constexpr
 ):
     """One row: softmax, TOP_K times the largest that is left (the lowest id among equals), renormalised."""
-    row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PADDED)
     logit = tl.load(logits + row * EXPERTS + i, mask=i < EXPERTS, other=-float("inf"))
     shifted = tl.exp(logit - tl.max(logit, 0))
@@ -212,6 +211,13 @@ def route_kernel(
     total = tl.sum(values, 0)
     tl.store(ids + row * TOP_K + k, chosen.to(tl.int64), mask=k < TOP_K)
     tl.store(weights + row * TOP_K + k, values / total, mask=k < TOP_K)
+
+
+@triton.jit
+def route_kernel(
+    logits, ids, weights, EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, PADDED_K: tl.constexpr
+):
+    route_row(logits, ids, weights, tl.program_id(0).to(tl.int64), EXPERTS, PADDED, TOP_K, PADDED_K)
 
 
 def route(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

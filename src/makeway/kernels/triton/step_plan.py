@@ -152,7 +152,7 @@ class StepBuffers:
 
 @dataclass(frozen=True)
 class Report:
-    """What the plan of a layer tells the host, int32: routed [rows, top_k] from row first [1] on, the ids (-1: padding);
+    """What the plan of a layer tells the host, int32: routed [rows, top_k], from row first [1] on the ids (-1: none);
     fetched [n_spares], the expert in each spare or -1."""
 
     first: Tensor
