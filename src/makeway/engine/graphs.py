@@ -131,10 +131,13 @@ class StepGraph:
 
     def _compute(self) -> StepOutputs:
         model, h = self._model, self._inputs.h
-        for layer in range(model.facts.n_layers):
-            h, moe = model.mix(layer, h, self._batch)
+        last = model.facts.n_layers - 1
+        moe = None
+        for layer in range(last + 1):
+            h, moe = model.mix(layer, h, self._batch, before=moe)
             self._experts.run(layer, moe, first=0, live=self._inputs.rows.row_segment)
-            h = model.combine(layer, h, moe)
+        assert moe is not None
+        h = model.combine(last, h, moe)
         return StepOutputs(h, model.head(h))
 
 

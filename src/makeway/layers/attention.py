@@ -10,7 +10,7 @@ from torch import Tensor
 
 from makeway.kernels import Ops, Weight
 from makeway.kv import Batch
-from makeway.layers.sparse_attention import IndexerWeights, selected_blocks, write_keys
+from makeway.layers.sparse_attention import IndexerWeights, indexer_matrices, selected_blocks, write_keys
 
 
 @dataclass(frozen=True)
@@ -39,32 +39,43 @@ class AttentionWeights:
 
 def attention(ops: Ops, shape: AttentionShape, w: AttentionWeights, *, layer: int, x: Tensor, batch: Batch) -> Tensor:
     """x f32 [n, hidden] (normed input) -> f32 [n, hidden]; writes the new keys and values."""
-    n, d = x.shape[0], shape.head_dim
-    q = ops.linear(x, w.q).view(n, shape.n_heads, -1)
-    gate = q[..., d:] if shape.gated else None
-    q = _turned(ops, shape, q[..., :d], w.q_norm, batch, scale=d**-0.5)
-    remember(ops, shape, w, layer=layer, x=x, batch=batch)
-    kv = batch.kv(layer)
+    n, d, kv = x.shape[0], shape.head_dim, batch.kv(layer)
+    extra = () if w.indexer is None else indexer_matrices(w.indexer, batch)
+    queries, keys, values, *indexed = ops.linears(x, (w.q, w.k, w.v, *extra))
+    both = queries.view(n, shape.n_heads, -1)
+    q = ops.attend_input(
+        both[..., :d],
+        keys.view(n, shape.n_kv_heads, d),
+        v=values.view(n, shape.n_kv_heads, d),
+        q_norm=w.q_norm,
+        k_norm=w.k_norm,
+        kv=kv,
+        rows=batch.rows,
+        eps=shape.eps,
+        n_rot=shape.n_rot,
+        theta=shape.theta,
+    )
     selected = None
     if w.indexer is not None:
-        selected = selected_blocks(ops, w.indexer, kv=kv, x=x, batch=batch)
-    out = ops.attend(q, kv, rows=batch.rows, selected=selected, gate=gate)
+        write_keys(ops, w.indexer, indexed[0], kv=kv, batch=batch)
+        if len(indexed) > 1:
+            selected = selected_blocks(ops, w.indexer, indexed[1], kv=kv, batch=batch)
+    out = ops.attend(q, kv, rows=batch.rows, selected=selected, gate=both[..., d:] if shape.gated else None)
     return ops.linear(out.reshape(n, -1), w.output)
 
 
 def remember(ops: Ops, shape: AttentionShape, w: AttentionWeights, *, layer: int, x: Tensor, batch: Batch) -> None:
     """Writes the keys and values, and the indexer's keys, of x f32 [n, hidden], as `attention` does, and no more."""
-    n, d = x.shape[0], shape.head_dim
-    keys, values = ops.linears(x, (w.k, w.v))
-    k = _turned(ops, shape, keys.view(n, shape.n_kv_heads, d), w.k_norm, batch)
-    ops.write_kv(k, values.view(n, shape.n_kv_heads, -1), kv=batch.kv(layer), rows=batch.rows)
-    if w.indexer is not None:
-        write_keys(ops, w.indexer, kv=batch.kv(layer), x=x, batch=batch)
-
-
-def _turned(
-    ops: Ops, shape: AttentionShape, heads: Tensor, gamma: Tensor, batch: Batch, *, scale: float = 1.0
-) -> Tensor:
-    return ops.norm_rope(
-        heads, gamma, positions=batch.positions, eps=shape.eps, n_rot=shape.n_rot, theta=shape.theta, scale=scale
+    n, d, kv = x.shape[0], shape.head_dim, batch.kv(layer)
+    keys, values, *indexed = ops.linears(x, (w.k, w.v, *(() if w.indexer is None else (w.indexer.k_proj,))))
+    k = ops.norm_rope(
+        keys.view(n, shape.n_kv_heads, d),
+        w.k_norm,
+        positions=batch.positions,
+        eps=shape.eps,
+        n_rot=shape.n_rot,
+        theta=shape.theta,
     )
+    ops.write_kv(k, values.view(n, shape.n_kv_heads, d), kv=kv, rows=batch.rows)
+    if w.indexer is not None:
+        write_keys(ops, w.indexer, indexed[0], kv=kv, batch=batch)

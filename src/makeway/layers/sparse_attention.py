@@ -30,19 +30,23 @@ class IndexerWeights:
     eps: float
 
 
-def write_keys(ops: Ops, w: IndexerWeights, *, kv: KVLayer, x: Tensor, batch: Batch) -> None:
-    """The new pooled and raw keys of x f32 [n, hidden], the attention's own input."""
-    raw = ops.linear(x, w.k_proj)
+def indexer_matrices(w: IndexerWeights, batch: Batch) -> tuple[Weight, ...]:
+    """What the attention's input is multiplied by: for the new keys, and for the queries unless every row sees all
+    keys anyway."""
+    sees_all = batch.rows.max_keys // w.ratio <= w.n_select
+    return (w.k_proj,) if sees_all else (w.k_proj, w.q_proj)
+
+
+def write_keys(ops: Ops, w: IndexerWeights, raw: Tensor, *, kv: KVLayer, batch: Batch) -> None:
+    """The new pooled and raw keys of raw f32 [n, dim], the product with `k_proj`."""
     ops.index_pool(raw, w.k_norm, kv=kv, rows=batch.rows, eps=w.eps, n_rot=w.n_rot, theta=w.theta)
 
 
-def selected_blocks(ops: Ops, w: IndexerWeights, *, kv: KVLayer, x: Tensor, batch: Batch) -> Tensor | None:
-    """Blocks int32 [n, n_select] that each row may see besides its tail; None where every row sees all keys.
+def selected_blocks(ops: Ops, w: IndexerWeights, queries: Tensor, *, kv: KVLayer, batch: Batch) -> Tensor:
+    """Blocks int32 [n, n_select] that each row may see besides its tail; the rows' own keys must be written.
 
-    x f32 [n, hidden]: the attention's own input, whose keys must be written.
+    queries f32 [n, heads * dim]: the product with `q_proj`.
     """
-    if batch.rows.max_keys // w.ratio <= w.n_select:
-        return None
-    q = ops.linear(x, w.q_proj).view(x.shape[0], w.n_heads, w.dim)
+    q = queries.view(queries.shape[0], w.n_heads, w.dim)
     q = ops.norm_rope(q, w.q_norm, positions=batch.positions, eps=w.eps, n_rot=w.n_rot, theta=w.theta)
     return ops.index_select(q, kv, rows=batch.rows, n_select=w.n_select)

@@ -71,8 +71,12 @@ class Model(Protocol):
 
     def embed(self, batch: Batch) -> Tensor: ...
 
-    def mix(self, layer: int, h: Tensor, batch: Batch) -> tuple[Tensor, RoutedInput]:
-        """The layer up to its routed experts: the residual after the mixer, and what the experts need."""
+    def mix(
+        self, layer: int, h: Tensor, batch: Batch, *, before: RoutedInput | None = None
+    ) -> tuple[Tensor, RoutedInput]:
+        """The layer up to its routed experts: the residual after the mixer, and what the experts need.
+
+        before: the experts of the layer before, all in `acc`, whose `combine` is done here then."""
         ...
 
     def combine(self, layer: int, h: Tensor, moe: RoutedInput) -> Tensor:

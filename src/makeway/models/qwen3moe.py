@@ -45,9 +45,6 @@ class Qwen3Moe:
             state_shapes={},
         )
 
-    def _norm(self, x: Tensor, gamma: Tensor) -> Tensor:
-        return self._ops.rms_norm(x, gamma, self._head.eps)
-
     @property
     def gathered_widths(self) -> dict[int, int]:
         return {}
@@ -58,17 +55,21 @@ class Qwen3Moe:
     def embed(self, batch: Batch) -> Tensor:
         return embedding(self._embed, batch)
 
-    def mix(self, layer: int, h: Tensor, batch: Batch) -> tuple[Tensor, RoutedInput]:
-        x = self._norm(h, self._norms[layer])
-        h = h + attention(self._ops, self._shape, self._attention[layer], layer=layer, x=x, batch=batch)
-        x = self._norm(h, self._ffn_norms[layer])
-        return h, moe_input(self._ops, self._moe[layer], x, top_k=self._head.top_k)
+    def mix(
+        self, layer: int, h: Tensor, batch: Batch, *, before: RoutedInput | None = None
+    ) -> tuple[Tensor, RoutedInput]:
+        ops, eps, added = self._ops, self._head.eps, None if before is None else before.acc
+        h, x = ops.add_norm(h, added, gamma=self._norms[layer], eps=eps)
+        out = attention(ops, self._shape, self._attention[layer], layer=layer, x=x, batch=batch)
+        h, x = ops.add_norm(h, out, gamma=self._ffn_norms[layer], eps=eps)
+        return h, moe_input(ops, self._moe[layer], x, top_k=self._head.top_k)
 
     def combine(self, layer: int, h: Tensor, moe: RoutedInput) -> Tensor:
         return h + moe.acc
 
     def head(self, h: Tensor) -> Tensor:
-        return self._ops.linear(self._norm(h, self._output_norm), self._output)
+        _, x = self._ops.add_norm(h, None, gamma=self._output_norm, eps=self._head.eps)
+        return self._ops.linear(x, self._output)
 
     def trunk_state(self, h: Tensor) -> Tensor:
         raise AssertionError("qwen3moe has no MTP block")

@@ -57,7 +57,7 @@ class Qwen3Next:
         )
 
     def _norm(self, x: Tensor, gamma: Tensor) -> Tensor:
-        return self._ops.rms_norm(x, gamma, self._head.eps)
+        return self._ops.add_norm(x, None, gamma=gamma, eps=self._head.eps)[1]
 
     @property
     def gathered_widths(self) -> dict[int, int]:
@@ -69,14 +69,16 @@ class Qwen3Next:
     def embed(self, batch: Batch) -> Tensor:
         return embedding(self._embed, batch)
 
-    def mix(self, layer: int, h: Tensor, batch: Batch) -> tuple[Tensor, RoutedInput]:
-        ops, w = self._ops, self._mixers[layer]
-        x = self._norm(h, self._norms[layer])
+    def mix(
+        self, layer: int, h: Tensor, batch: Batch, *, before: RoutedInput | None = None
+    ) -> tuple[Tensor, RoutedInput]:
+        ops, eps, w, added = self._ops, self._head.eps, self._mixers[layer], None if before is None else before.acc
+        h, x = ops.add_norm(h, added, gamma=self._norms[layer], eps=eps)
         if isinstance(w, AttentionWeights):
-            h = h + attention(ops, self._attention_shape, w, layer=layer, x=x, batch=batch)
+            out = attention(ops, self._attention_shape, w, layer=layer, x=x, batch=batch)
         else:
-            h = h + delta_net(ops, self._delta_shape, w, layer=layer, x=x, batch=batch)
-        x = self._norm(h, self._ffn_norms[layer])
+            out = delta_net(ops, self._delta_shape, w, layer=layer, x=x, batch=batch)
+        h, x = ops.add_norm(h, out, gamma=self._ffn_norms[layer], eps=eps)
         return h, moe_input(ops, self._moe[layer], x, top_k=self._head.top_k)
 
     def combine(self, layer: int, h: Tensor, moe: RoutedInput) -> Tensor:

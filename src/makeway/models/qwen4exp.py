@@ -170,12 +170,16 @@ class Qwen4Exp:
     def embed(self, batch: Batch) -> Tensor:
         return embedding(self._embed, batch)[:, None].repeat(1, self._n_streams, 1)
 
-    def mix(self, layer: int, h: Tensor, batch: Batch) -> tuple[Tensor, RoutedInput]:
+    def mix(
+        self, layer: int, h: Tensor, batch: Batch, *, before: RoutedInput | None = None
+    ) -> tuple[Tensor, RoutedInput]:
         ops, eps, w = self._ops, self._head.eps, self._mixers[layer]
+        if before is not None and layer in self._ple:  # its gate reads the streams
+            h, before = self.combine(layer - 1, h, before), None
         if layer in self._ple:
             weights, hashes = self._ple[layer]
             h = h + ple(ops, weights, hashes, layer=layer, h=h, batch=batch, eps=eps)
-        h, x, inject = hc.mix(ops, self._hc_attn[layer], h, eps=eps)
+        h, x, inject = hc.mix(ops, self._hc_attn[layer], h, eps=eps, added=_added(before))
         assert inject is not None
         if isinstance(w, AttentionWeights):
             out = attention(ops, self._attention_shape, w, layer=layer, x=x, batch=batch)
@@ -214,3 +218,11 @@ class Qwen4Exp:
     def draft_head(self, h: Tensor) -> Tensor:
         mixed = hc.mix(self._ops, self._draft_mixer, h, eps=self._head.eps)[1]
         return self._ops.linear(mixed, self._draft.output)
+
+
+def _added(moe: RoutedInput | None) -> tuple[Tensor, Tensor] | None:
+    """What `combine` adds to the streams, and how much of it to each."""
+    if moe is None:
+        return None
+    assert moe.inject is not None
+    return moe.inject, moe.acc
