@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from makeway.errors import EngineFailed
+from makeway.kernels.cuda import launch
 from makeway.kernels.cuda.compiler import Module, current_arch
 from makeway.kernels.cuda.launch import Kernel
 from tests.kernels.cuda.test_emulator import check_conversions
 
 SELFTEST = Path(__file__).parent / "selftest.cu"
 SIZES = [8, 4, 8, 4]  # of "pilf"
+OVERLAPS = ("CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION", 1)
 
 needs_bindings = pytest.mark.skipif(importlib.util.find_spec("cuda") is None, reason="cuda-bindings is not installed")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="launches need a GPU")
@@ -38,23 +40,26 @@ class Driver:
         self.allowed.append(value)
         return (self.real.CUresult.CUDA_SUCCESS,)
 
+    def launched_by(self):
+        return ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(self.launch)
+
     def values(self, packed):
         places = (ctypes.c_void_p * len(self.sizes)).from_address(packed)
         types = [ctypes.c_uint64, ctypes.c_int32, ctypes.c_int64, ctypes.c_float]
         return [kind.from_address(place).value for kind, place in zip(types, places, strict=True)]
 
-    def launch(self, function, *rest):
-        *sizes, stream, packed, extra = rest
-        self.launched.append((function, sizes, stream, self.values(packed)))
-        return (self.result,)
-
-    def launch_ex(self, config, function, packed, extra):
-        grid = [config.gridDimX, config.gridDimY, config.gridDimZ]
-        block = [config.blockDimX, config.blockDimY, config.blockDimZ]
-        overlaps = [attribute.value.programmaticStreamSerializationAllowed for attribute in config.attrs]
-        sizes = [*grid, *block, config.sharedMemBytes]
-        self.launched.append((function, sizes, int(config.hStream), self.values(packed), overlaps, config.numAttrs))
-        return (self.result,)
+    def launch(self, config, function, packed, extra):
+        """cuLaunchKernelEx, reading what it is given as the bindings lay it out."""
+        given = self.real.CUlaunchConfig(config)
+        grid = [given.gridDimX, given.gridDimY, given.gridDimZ]
+        block = [given.blockDimX, given.blockDimY, given.blockDimZ]
+        assert given.numAttrs <= 1
+        place = ctypes.c_void_p.from_address(config + 40).value  # the bindings do not read this one from memory
+        attributes = [self.real.CUlaunchAttribute(place)] if given.numAttrs else []
+        overlaps = [(a.id.name, a.value.programmaticStreamSerializationAllowed) for a in attributes]
+        stream = int(given.hStream)
+        self.launched.append((function, [*grid, *block, given.sharedMemBytes], stream, self.values(packed), overlaps))
+        return int(self.result)
 
 
 @pytest.fixture
@@ -63,10 +68,10 @@ def driver(monkeypatch):
     stand_in = Driver(real, SIZES)
     monkeypatch.setattr(real, "cuFuncGetParamInfo", stand_in.param_info)
     monkeypatch.setattr(real, "cuFuncSetAttribute", stand_in.set_attribute)
-    monkeypatch.setattr(real, "cuLaunchKernel", stand_in.launch)
-    monkeypatch.setattr(real, "cuLaunchKernelEx", stand_in.launch_ex)
+    monkeypatch.setattr(launch, "_library", lambda: SimpleNamespace(cuLaunchKernelEx=stand_in.launched_by()))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=77))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)
     return stand_in
 
 
@@ -76,15 +81,15 @@ def test_what_a_launch_passes(driver):
     kernel.launch((2, 3, 4), 96, 100, (tensor, -3, 1 << 40, 0.5))
     kernel.launch((1, 1, 1), 32, 0, (1 << 63, 7, -1, 2.0), overlaps_previous=True)
     assert driver.launched == [
-        (5, [2, 3, 4, 96, 1, 1, 100], 77, [tensor.data_ptr(), -3, 1 << 40, 0.5]),
-        (5, [1, 1, 1, 32, 1, 1, 0], 77, [1 << 63, 7, -1, 2.0], [1], 1),
+        (5, [2, 3, 4, 96, 1, 1, 100], 73, [tensor.data_ptr(), -3, 1 << 40, 0.5], []),
+        (5, [1, 1, 1, 32, 1, 1, 0], 73, [1 << 63, 7, -1, 2.0], [OVERLAPS]),
     ]
 
 
 def test_launches_do_not_overlap_before_hopper(driver, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
     Kernel("kernel", 5, parameters="pilf").launch((1, 1, 1), 32, 0, (0, 0, 0, 0.0), overlaps_previous=True)
-    assert len(driver.launched[0]) == 4
+    assert driver.launched[0][-1] == []
 
 
 def test_much_shared_memory_is_asked_for_once(driver):
@@ -102,10 +107,9 @@ def test_parameters_that_were_not_compiled_are_refused(driver, parameters):
 
 def test_arguments_that_do_not_fit_are_refused(driver):
     kernel = Kernel("kernel", 5, parameters="pilf")
-    with pytest.raises(AssertionError, match="not an i32"):
-        kernel.launch((1, 1, 1), 32, 0, (0, 1 << 31, 0, 0.0))
-    with pytest.raises(ValueError, match="zip"):
-        kernel.launch((1, 1, 1), 32, 0, (0, 1, 0))
+    for arguments in [(0, 1 << 31, 0, 0.0), (0, 1, 0), (0, 1.5, 0, 0.0)]:
+        with pytest.raises(EngineFailed, match="are not those of kernel"):
+            kernel.launch((1, 1, 1), 32, 0, arguments)
     assert driver.launched == []
 
 

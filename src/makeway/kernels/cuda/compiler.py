@@ -76,12 +76,13 @@ class Module:
         Raises UserError when NVRTC is not installed, EngineFailed with its log when it rejects the program.
         """
         files = read_sources(source_files)
+        version = nvrtc_version()
         options = [f"--gpu-architecture={arch}", "-std=c++17", "-lineinfo", "--ptxas-options=-v"]
-        options.append("--device-as-default-execution-space")  # there is no host code
+        options += ["--device-as-default-execution-space"]  # there is no host code
+        options += ["--no-cache"] if version >= (13, 0) else []  # its cache tells no resources, and we keep our own
         options += [f"-D{name}={value}" for name, value in sorted((defines or {}).items())]
         options += ["--use_fast_math"] if fast_math else []
         first = [path.name for path in source_files]
-        version = nvrtc_version()
         what = json.dumps([version, options, first, list(names), sorted(files.items())])
         key = hashlib.sha256(what.encode()).hexdigest()
         folder = cache_folder or cache.default_folder()
@@ -122,8 +123,8 @@ def read_sources(source_files: Sequence[Path]) -> dict[str, str]:
     return texts
 
 
-def nvrtc_version() -> str:
-    """Such as "13.0"; raises UserError when NVRTC is not installed."""
+def nvrtc_version() -> tuple[int, int]:
+    """Such as (13, 0); raises UserError when NVRTC is not installed."""
     try:
         from cuda.bindings import nvrtc
 
@@ -131,7 +132,7 @@ def nvrtc_version() -> str:
     except (ImportError, RuntimeError, OSError) as error:  # no bindings, or no library for them
         raise UserError(f"{INSTALL} ({error})") from error
     assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS, status
-    return f"{major}.{minor}"
+    return major, minor
 
 
 def current_arch() -> str:

@@ -5,12 +5,15 @@ Hazard: one thread at a time launches a kernel (its packed parameters are shared
 """
 
 import ctypes
+import struct
 from collections.abc import Sequence
 from typing import Any
 
 from makeway.errors import EngineFailed
 
-PARAMETERS: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int32, "l": ctypes.c_int64, "f": ctypes.c_float}
+FORMATS = {"p": "P", "i": "i", "l": "q", "f": "f"}  # of `struct`, with the machine's own sizes and alignment
+CONFIG = struct.Struct("@7IPPI")  # CUlaunchConfig: grid, block, shared bytes, stream, attributes and their number
+ATTRIBUTE = struct.Struct("@I4xi60x")  # CUlaunchAttribute: id, a union of 64 bytes
 DEFAULT_SHARED_BYTES = 48 << 10  # more must be asked for (CUDA C++ programming guide, "Shared Memory")
 
 
@@ -21,19 +24,28 @@ class Kernel:
     """
 
     def __init__(self, name: str, function: Any, *, parameters: str) -> None:
+        import torch
         from cuda.bindings import driver
 
         self.name = name
         self._driver = driver
-        self._success = driver.CUresult.CUDA_SUCCESS
         self._function = function
+        self._address = int(function)
         self._shared_bytes = DEFAULT_SHARED_BYTES
-        self._parameters = parameters
-        self._values = [PARAMETERS[letter]() for letter in parameters]
-        self._pointers = (ctypes.c_void_p * max(1, len(parameters)))(*[ctypes.addressof(v) for v in self._values])
-        self._packed = ctypes.addressof(self._pointers)
-        self._overlapping = self._config_that_overlaps()
-        self._check_parameters()
+        self._format = struct.Struct("@" + "".join(FORMATS[letter] for letter in parameters))
+        self._values = ctypes.create_string_buffer(max(1, self._format.size))
+        self._pointers = self._places(parameters)
+        self._attributes = ctypes.create_string_buffer(ATTRIBUTE.size)
+        overlaps = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        ATTRIBUTE.pack_into(self._attributes, 0, int(overlaps), 1)
+        self._config = ctypes.create_string_buffer(CONFIG.size)
+        self._can_overlap = torch.cuda.get_device_capability() >= (9, 0)
+        self._device = torch.cuda.current_device()
+        self._stream_of = torch._C._cuda_getCurrentRawStream  # as Triton does; torch.cuda.current_stream is slower
+        # Through ctypes, because the bindings take several times as long as the driver itself.
+        self._launch = _library().cuLaunchKernelEx
+        self._packed = ctypes.addressof(self._config), self._address, ctypes.addressof(self._pointers), None
+        self._launch.argtypes = [ctypes.c_void_p] * 4
 
     def launch(
         self,
@@ -44,74 +56,53 @@ class Kernel:
         *,
         overlaps_previous: bool = False,
     ) -> None:
-        """Launches on torch's current stream (of its current GPU); may be captured into a graph.
+        """Launches on torch's current stream of the kernel's GPU; may be captured into a graph.
 
         `overlaps_previous`: the kernel may start while the one before it still runs, and calls wait_for_previous()
         before it touches what that one uses; before sm_90 this changes nothing.
-        Raises EngineFailed when the driver refuses.
+        Raises EngineFailed when the arguments are not the kernel's, or the driver refuses.
         """
-        import torch
-
-        self._pack(arguments)
+        values = [a if isinstance(a, int | float) else a.data_ptr() for a in arguments]
+        try:
+            self._format.pack_into(self._values, 0, *values)
+        except struct.error as error:
+            raise EngineFailed(f"The arguments {values} are not those of {self.name}: {error}") from error
         if shared_bytes > self._shared_bytes:
             self._allow_shared(shared_bytes)
-        stream = torch.cuda.current_stream().cuda_stream
-        if overlaps_previous and self._overlapping is not None:
-            config = self._overlapping
-            config.gridDimX, config.gridDimY, config.gridDimZ = grid
-            config.blockDimX = threads
-            config.sharedMemBytes = shared_bytes
-            config.hStream = stream
-            (status,) = self._driver.cuLaunchKernelEx(config, self._function, self._packed, 0)
-        else:
-            (status,) = self._driver.cuLaunchKernel(
-                self._function, *grid, threads, 1, 1, shared_bytes, stream, self._packed, 0
-            )
-        if status != self._success:
+        stream = self._stream_of(self._device)
+        attributes = ctypes.addressof(self._attributes), int(overlaps_previous and self._can_overlap)
+        CONFIG.pack_into(self._config, 0, *grid, threads, 1, 1, shared_bytes, stream, *attributes)
+        status = self._launch(*self._packed)
+        if status:
             raise EngineFailed(
                 f"The GPU's driver refuses to launch {self.name}, grid {grid}, {threads} threads, "
-                f"{shared_bytes} bytes of shared memory: {status.name}"
+                f"{shared_bytes} bytes of shared memory: {self._driver.CUresult(status).name}"
             )
 
-    def _pack(self, arguments: Sequence[Any]) -> None:
-        for letter, value, argument in zip(self._parameters, self._values, arguments, strict=True):
-            if letter == "p" and not isinstance(argument, int):
-                value.value = argument.data_ptr()
-            else:
-                value.value = argument
-                assert letter != "i" or value.value == argument, f"{argument} is not an i32 ({self.name})"
+    def _places(self, parameters: str) -> Any:
+        """Pointers to the values; checks their sizes against what was compiled (the driver tells no types)."""
+        success = self._driver.CUresult.CUDA_SUCCESS
+        places = (ctypes.c_void_p * max(1, len(parameters)))()
+        for index, letter in enumerate(parameters):
+            n_bytes = struct.calcsize(FORMATS[letter])
+            status, _, compiled_bytes = self._driver.cuFuncGetParamInfo(self._function, index)
+            if status != success or n_bytes != compiled_bytes:
+                raise EngineFailed(f"Parameter {index} of {self.name} is not {letter!r}")
+            end = struct.calcsize(self._format.format[: index + 2])  # the first letter is the @
+            places[index] = ctypes.addressof(self._values) + end - n_bytes
+        status, *_ = self._driver.cuFuncGetParamInfo(self._function, len(parameters))
+        if status == success:
+            raise EngineFailed(f"{self.name} has more parameters than {parameters!r}")
+        return places
 
     def _allow_shared(self, shared_bytes: int) -> None:
-        driver = self._driver
-        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        (status,) = driver.cuFuncSetAttribute(self._function, attribute, shared_bytes)
-        if status != self._success:
+        attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        (status,) = self._driver.cuFuncSetAttribute(self._function, attribute, shared_bytes)
+        if status != self._driver.CUresult.CUDA_SUCCESS:
             raise EngineFailed(f"{shared_bytes} bytes of shared memory for {self.name}: {status.name}")
         self._shared_bytes = shared_bytes
 
-    def _config_that_overlaps(self) -> Any:
-        """A launch with programmatic stream serialisation; None where the GPU has none."""
-        import torch
 
-        if torch.cuda.get_device_capability() < (9, 0):
-            return None
-        driver = self._driver
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
-        config = driver.CUlaunchConfig()
-        config.blockDimY = config.blockDimZ = 1
-        config.attrs = [attribute]
-        config.numAttrs = 1
-        return config
-
-    def _check_parameters(self) -> None:
-        """The sizes of the parameters are those that were compiled (the driver tells only sizes)."""
-        driver = self._driver
-        for index, value in enumerate(self._values):
-            status, _, n_bytes = driver.cuFuncGetParamInfo(self._function, index)
-            if status != self._success or n_bytes != ctypes.sizeof(value):
-                raise EngineFailed(f"Parameter {index} of {self.name} is not {self._parameters[index]!r}")
-        status, *_ = driver.cuFuncGetParamInfo(self._function, len(self._values))
-        if status == self._success:
-            raise EngineFailed(f"{self.name} has more parameters than {self._parameters!r}")
+def _library() -> Any:
+    """The driver, which is loaded already."""
+    return ctypes.CDLL("libcuda.so.1")
