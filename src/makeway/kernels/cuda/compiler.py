@@ -95,7 +95,10 @@ class Module:
         return cls(binary)
 
     def kernel(self, name: str, parameters: str) -> Kernel:
-        """The kernel of this C++ name; `parameters` as in `Kernel`, checked against what was compiled."""
+        """The kernel of this C++ name; `parameters` as in `Kernel`, checked against what was compiled.
+
+        The first call loads the module: not while a graph is captured.
+        """
         from cuda.bindings import driver
 
         if self._loaded is None:
@@ -153,8 +156,13 @@ def _compile(program: str, files: Mapping[str, str], names: Sequence[str], *, op
         return values[0] if values else None
 
     def log() -> str:
-        text = bytearray(call(nvrtc.nvrtcGetProgramLogSize, handle))
-        return _filled(call, nvrtc.nvrtcGetProgramLog, handle, n_bytes=len(text)).rstrip(b"\0").decode(errors="replace")
+        n_bytes = call(nvrtc.nvrtcGetProgramLogSize, handle)
+        return filled(nvrtc.nvrtcGetProgramLog, n_bytes).rstrip(b"\0").decode(errors="replace")
+
+    def filled(function: Any, n_bytes: int) -> bytes:
+        buffer = bytes(max(2, n_bytes))  # written in place, so not one of the single bytes that Python shares
+        call(function, handle, buffer)
+        return buffer[:n_bytes]
 
     headers = sorted(files)
     texts = [files[name].encode() for name in headers]
@@ -167,18 +175,11 @@ def _compile(program: str, files: Mapping[str, str], names: Sequence[str], *, op
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise EngineFailed(f"The kernels {', '.join(names)} do not compile ({status.name}, {options}):\n{log()}")
         symbols = {name: call(nvrtc.nvrtcGetLoweredName, handle, name.encode()).decode() for name in names}
-        code = _filled(call, nvrtc.nvrtcGetCUBIN, handle, n_bytes=call(nvrtc.nvrtcGetCUBINSize, handle))
+        code = filled(nvrtc.nvrtcGetCUBIN, call(nvrtc.nvrtcGetCUBINSize, handle))
         found = parse_resources(log())
     finally:
         nvrtc.nvrtcDestroyProgram(handle)
     return Binary(code, symbols, {name: found[symbol] for name, symbol in symbols.items()})
-
-
-def _filled(call: Any, function: Any, handle: Any, *, n_bytes: int) -> bytes:
-    """What an NVRTC function writes: the bindings fill a bytes object in place."""
-    buffer = b" " * n_bytes
-    call(function, handle, buffer)
-    return buffer
 
 
 def parse_resources(log: str) -> dict[str, Resources]:
@@ -200,12 +201,14 @@ def parse_resources(log: str) -> dict[str, Resources]:
 
 
 def _use_torchs_context() -> None:
-    """Makes the primary context of torch's current GPU, which torch uses, the thread's own when it has none."""
+    """Makes sure that the thread has a CUDA context: the primary one of torch's current GPU, which torch uses."""
     import torch
     from cuda.bindings import driver
 
-    index = torch.cuda.current_device()
-    torch.cuda.synchronize(index)  # torch makes its context at its first use
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     status, context = driver.cuCtxGetCurrent()
+    if not int(context):
+        torch.cuda.synchronize()  # torch makes its context at its first use
+        status, context = driver.cuCtxGetCurrent()
     if status != driver.CUresult.CUDA_SUCCESS or not int(context):
-        raise EngineFailed(f"There is no CUDA context on GPU {index}: {status.name}")
+        raise EngineFailed(f"There is no CUDA context on GPU {torch.cuda.current_device()}: {status.name}")

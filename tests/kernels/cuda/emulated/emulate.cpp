@@ -2,7 +2,8 @@
 #include "emulate.h"
 
 #include <sys/mman.h>
-#ifndef __x86_64__
+#if !defined(__x86_64__) || defined(EMULATED_UCONTEXT)
+#define EMULATED_UCONTEXT
 #include <ucontext.h>
 #endif
 
@@ -22,7 +23,7 @@ static void first_of_a_fiber() {
     yield_to_scheduler();
 }
 
-#ifdef __x86_64__
+#ifndef EMULATED_UCONTEXT
 // Keeps what the System V ABI says a function keeps, and goes on with another stack.
 asm(R"(
 .text

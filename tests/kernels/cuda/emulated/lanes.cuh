@@ -163,6 +163,8 @@ DEVICE u32 pack_bf16(float low, float high) { return to_bf16(high) << 16 | to_bf
 DEVICE u32 sub_bf16(u32 a, u32 b) {
     return pack_bf16(bf16_to_float(a & 0xffff) - bf16_to_float(b & 0xffff), bf16_to_float(a >> 16) - bf16_to_float(b >> 16));
 }
+DEVICE u32 and_or(u32 a, u32 mask, u32 base) { return (a & mask) | base; }
+DEVICE u32 in_register(u32 constant) { return constant; }
 DEVICE int count_ones(u32 bits) { return __builtin_popcount(bits); }
 DEVICE int lowest_one(u32 bits) { return __builtin_ffs(static_cast<int>(bits)) - 1; }
 DEVICE float exp_of(float x) { return expf(x); }
