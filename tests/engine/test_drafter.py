@@ -66,11 +66,11 @@ class Spy:
         draft, remember = DecodeStep.draft, DecodeStep.remember
 
         def spy_draft(step, parts, states, *, ahead):
-            logits, states = draft(step, parts, states, ahead=ahead)
+            found = draft(step, parts, states, ahead=ahead)
             self.rows += [
-                (sequence.length + ahead, ahead, row) for (sequence, _), row in zip(parts, logits, strict=True)
+                (sequence.length + ahead, ahead, row) for (sequence, _), row in zip(parts, found.logits, strict=True)
             ]
-            return logits, states
+            return found
 
         def spy_remember(step, parts, states):
             self.late += [len(tokens) for _, tokens in parts]

@@ -189,7 +189,7 @@ def test_ple_rows_and_output_equal_transformers():
     again = runner.sequence()
     again.reserve(len(tokens))
     batch = Batch.of([(again, tokens)], device=CPU)
-    ahead = replace(batch, gathered={layer: gather(weights.table, hashes, layer=layer, batch=batch)})
+    ahead = replace(batch, gathered={layer: gather(weights.table, hashes, layer=layer, batch=batch, device=CPU)})
     got = ple(REFERENCE, weights, hashes, layer=layer, h=h, batch=ahead, eps=runner.facts.eps)
     assert torch.equal(got, out)
     assert again.state.windows == sequence.state.windows

@@ -6,6 +6,7 @@ Hazard: a backend's numbers (bytes of an item) go into the plan, so one backend 
 """
 
 import importlib.util
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,18 +28,42 @@ from makeway.models import Model
 
 @dataclass(frozen=True)
 class StepOutputs:
-    """residual f32 [rows, ...] after the last trunk layer, logits f32 [rows, vocab]; on the device, padding rows last;
-    overwritten by the next step of the same size."""
+    """residual f32 [rows, ...] after the last trunk layer, on the device; logits f32 [rows, vocab], on the host where a
+    graph made them. Overwritten by the next step of the same size."""
 
     residual: Tensor
     logits: Tensor
 
 
+@dataclass(frozen=True)
+class DraftOutputs:
+    """On the device: logits f32 [rows, vocab] of the MTP block, the states f32 [rows, ...] that a chained draft starts
+    from, the best tokens int64 [rows]. Overwritten by the next draft of the same size."""
+
+    logits: Tensor
+    states: Tensor
+    best: Tensor
+
+
 class Graphs(Protocol):
-    """Captured decode steps."""
+    """Captured passes of decode, over batches made on the host, of at most 8 rows; sequences do not advance yet.
+
+    states f32 [rows, ...] on the device: what the MTP block gets of the places before the batch's."""
 
     def run(self, batch: Batch) -> StepOutputs:
-        """A batch made on the host; its sequences do not advance yet."""
+        """The trunk, the last pass of its step that has experts; waits for it."""
+        ...
+
+    def draft(self, batch: Batch, states: Tensor) -> DraftOutputs:
+        """The MTP block."""
+        ...
+
+    def remember(self, batch: Batch, states: Tensor) -> None:
+        """The MTP block's keys and values, and no more."""
+        ...
+
+    def warm_up(self, *, n_sequences: int, n_drafts: int) -> Iterator[tuple[int, int]]:
+        """Makes ready what so many answers with so many drafts each need; tells (done, in all) between."""
         ...
 
 

@@ -4,27 +4,52 @@ Owns nothing between two steps. Never samples, never reserves room and never dec
 number of passes and then one `end`, which lets the expert cache's policy move on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from makeway.engine.backend import Graphs
+from makeway.engine.backend import DraftOutputs, Graphs
 from makeway.engine.memory import EngineMemory
 from makeway.experts.executors import Experts, StepExperts
 from makeway.experts.recorder import Recorder
 from makeway.experts.routed import RoutedInput
 from makeway.kv import Batch, Segment, SequenceState
+from makeway.memory.sizes import MAX_ROWS
 from makeway.models.base import run_trunk
 
 Parts = list[tuple[SequenceState, list[int]]]
 """Sequences and their next tokens; KV room must be reserved."""
 
 
+HOST = torch.device("cpu")
+
+
+def pieces_of(parts: Parts, most: int) -> Iterator[tuple[Parts, list[int]]]:
+    """The tokens that stand at the ends of their sequences, in order, at most `most` at a time; and where each part
+    begins, counted from its sequence's length."""
+    piece: Parts = []
+    offsets: list[int] = []
+    room = most
+    for sequence, tokens in parts:
+        begin = 0
+        while begin < len(tokens):
+            taken = tokens[begin : begin + room]
+            piece.append((sequence, taken))
+            offsets.append(begin - len(tokens))
+            begin, room = begin + len(taken), room - len(taken)
+            if room == 0:
+                yield piece, offsets
+                piece, offsets, room = [], [], most
+    if piece:
+        yield piece, offsets
+
+
 @dataclass(frozen=True)
 class StepRows:
-    """What the trunk gave: residual f32 [n, ...] after its last layer, logits f32 [n, vocab], and whose they are."""
+    """What the trunk gave: residual f32 [n, ...] after its last layer, logits f32 [n, vocab] (on the host when captured
+    steps made them), and whose they are."""
 
     residual: Tensor
     logits: Tensor
@@ -55,20 +80,21 @@ class DecodeStep:
 
     def _replay(self, graphs: Graphs, parts: Parts, *, keep_rows: bool) -> StepRows:
         """The same as a captured step."""
-        batch = Batch.of(parts, device=torch.device("cpu"), keep_rows=keep_rows)
+        batch = Batch.of(parts, device=HOST, keep_rows=keep_rows)
         out = graphs.run(batch)
         batch.complete()
-        n = len(batch.host_tokens)
-        return StepRows(out.residual[:n], out.logits[:n], batch.segments)
+        return StepRows(out.residual, out.logits, batch.segments)
 
     def tail(self, sequence: SequenceState) -> Tensor:
         """What the MTP block needs of the trunk for the sequence's last token, f32 [...], in place."""
         return sequence.state.tensors["draft", self._memory.model.facts.n_layers]
 
-    def draft(self, parts: Parts, states: Tensor, *, ahead: int) -> tuple[Tensor, Tensor]:
+    def draft(self, parts: Parts, states: Tensor, *, ahead: int) -> DraftOutputs:
         """The MTP block over the token `ahead` places behind each sequence's last one; states f32 [n, ...] of the
-        places before. Returns logits f32 [n, vocab] and the states that a chained draft starts from."""
+        places before."""
         memory, model = self._memory, self._memory.model
+        if memory.graphs is not None and self._recorder is None:
+            return memory.graphs.draft(Batch.of(parts, device=HOST, offset=ahead), states)
         batch = Batch.of(parts, device=memory.device.torch_device, offset=ahead)
         h = model.draft_input(batch, states)
         h, moe = model.mix(model.facts.n_layers, h, batch)
@@ -77,7 +103,8 @@ class DecodeStep:
         if self._recorder is not None:
             for i, (sequence, _) in enumerate(parts):
                 self._drafted.setdefault(sequence.place, []).append(moe.ids[i : i + 1])
-        return model.draft_head(h), model.draft_state(h)
+        logits = model.draft_head(h)
+        return DraftOutputs(logits, model.draft_state(h), logits.argmax(dim=-1))
 
     def trunk_state(self, residual: Tensor) -> Tensor:
         """What the MTP block needs of the trunk's rows, f32 [n, ...], in memory of its own."""
@@ -87,9 +114,18 @@ class DecodeStep:
     def remember(self, parts: Parts, states: Tensor) -> None:
         """The MTP block's keys and values of tokens that the sequences have read last; states f32 [n, ...] of the trunk
         at the places before them."""
-        offsets = [-len(tokens) for _, tokens in parts]
-        batch = Batch.of(parts, device=self._memory.device.torch_device, offset=offsets)
-        self._memory.model.draft_remember(batch, states)
+        memory = self._memory
+        if memory.graphs is None:
+            offsets = [-len(tokens) for _, tokens in parts]
+            batch = Batch.of(parts, device=memory.device.torch_device, offset=offsets)
+            memory.model.draft_remember(batch, states)
+            return
+        first = 0
+        for piece, offsets in pieces_of(parts, MAX_ROWS):
+            batch = Batch.of(piece, device=HOST, offset=offsets)
+            n = len(batch.host_tokens)
+            memory.graphs.remember(batch, states[first : first + n])
+            first += n
 
     def settle(self, sequence: SequenceState) -> None:
         """Recurrent state that waits for a replay is moved on now."""

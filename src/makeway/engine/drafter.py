@@ -91,8 +91,9 @@ class MtpDrafter:
             if len(keep) < len(rows):
                 states, rows = states[keep], [rows[n] for n in keep]
             parts = [(sequences[i], [drafts[i][-1] if ahead else last[i]]) for i in rows]
-            logits, states = self._step.draft(parts, states, ahead=ahead)
-            for i, token in zip(rows, logits.argmax(dim=-1).tolist(), strict=True):
+            found = self._step.draft(parts, states, ahead=ahead)
+            states = found.states
+            for i, token in zip(rows, found.best.tolist(), strict=True):
                 drafts[i].append(token)
         return drafts
 

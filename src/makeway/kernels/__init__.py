@@ -6,6 +6,7 @@ Hazard: `reference` defines the results; any other implementation is tested agai
 Row by row, on tensors of [n, ...] float32 (a matrix is a `Weight`):
 
     linear(x, w)  sigmoid  silu  softplus(x)  rms_norm(x, gamma, eps)  l2_norm(x)  rope(x, positions, n_rot, theta)
+    decode(rows: Weight) -> f32 [n_rows, n_cols]
     route(logits, top_k) -> ids int64, weights f32 [n, top_k]      expert_ffn(x, gate, up, down)
 
 Over a batch, told by `rows: Rows` which rows belong to which sequence and where its memory lies. Tensors are float32
@@ -52,6 +53,7 @@ class Ops:
 
     name: str
     linear: Callable[[Tensor, Weight], Tensor] = reference.linear
+    decode: Callable[[Weight], Tensor] = reference.decode
     sigmoid: Callable[[Tensor], Tensor] = reference.sigmoid
     silu: Callable[[Tensor], Tensor] = reference.silu
     softplus: Callable[[Tensor], Tensor] = reference.softplus

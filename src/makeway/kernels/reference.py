@@ -33,6 +33,11 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
     return out[:n]
 
 
+def decode(rows: Weight) -> Tensor:
+    """All rows of a small matrix: f32 [n_rows, n_cols], on its device."""
+    return rows.decode()
+
+
 def _row_tiles(x: Tensor) -> Tensor:
     """x [n, d] padded with zero rows to [tiles, ROW_TILE, d]; always a fresh, aligned buffer."""
     n, d = x.shape

@@ -38,6 +38,6 @@ class Weight:
         """Rows first..last-1 as float32 [rows, n_cols], freshly allocated."""
         return decode_rows(self.raw[first:last], self.type)
 
-    def rows(self, indices: Tensor) -> Tensor:
-        """The rows with these indices (int64 [n], any device) as float32 [n, n_cols]."""
-        return decode_rows(self.raw[indices.to(self.raw.device)], self.type)
+    def pick(self, indices: Tensor, device: torch.device) -> "Weight":
+        """The rows with these indices (int64 [n], any device), still quantised, copied to `device`."""
+        return Weight(self.raw[indices.to(self.raw.device)].to(device), self.type, self.n_cols)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from makeway.kernels import KVLayer, Rows, Span
+from makeway.kernels import KVLayer, Rows, Span, Weight
 from makeway.kv.cache import KVCache
 from makeway.kv.sequence import SequenceState
 from makeway.kv.state import StatePool
@@ -34,8 +34,9 @@ class Segment:
 class Batch:
     """tokens int64 [n] on the device, host_tokens the same as integers; `rows` tells kernels whose rows they are.
 
-    All sequences live in one `cache` and one pool of `states`. `gathered`: rows of n-gram tables that were fetched
-    ahead, f32 [n, width] on the device by layer (a captured graph needs them there); others are read when needed.
+    All sequences live in one `cache` and one pool of `states`. `gathered`: rows of tables that were fetched ahead
+    and lie on the device, as a model's `gather` names them (a captured graph needs them there); others are read when
+    needed.
     """
 
     tokens: Tensor
@@ -44,7 +45,7 @@ class Batch:
     rows: Rows
     cache: KVCache
     states: StatePool
-    gathered: Mapping[int, Tensor] = field(default_factory=dict)
+    gathered: Mapping[int, Weight] = field(default_factory=dict)
 
     @property
     def positions(self) -> Tensor:

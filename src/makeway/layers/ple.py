@@ -68,10 +68,10 @@ def ple(ops: Ops, w: PleWeights, hashes: PleHash, *, layer: int, h: Tensor, batc
     """What is added to the residual h f32 [n, streams, hidden]; moves each sequence's tail on, and its window
     unless the table's rows were gathered ahead."""
     n, n_streams, hidden = h.shape
-    embedded = batch.gathered.get(layer)
-    if embedded is None:
-        embedded = gather(w.table, hashes, layer=layer, batch=batch).to(h.device)
-    key, value = ops.linears(embedded, (w.key, w.value))
+    rows = batch.gathered.get(layer)
+    if rows is None:
+        rows = gather(w.table, hashes, layer=layer, batch=batch, device=h.device)
+    key, value = ops.linears(ops.decode(rows).view(n, -1), (w.key, w.value))
     gated, normed = ops.ple_gate(
         key.view(n, n_streams, hidden),
         h,
@@ -86,9 +86,9 @@ def ple(ops: Ops, w: PleWeights, hashes: PleHash, *, layer: int, h: Tensor, batc
     return gated + convolved.view_as(gated)
 
 
-def gather(table: Weight, hashes: PleHash, *, layer: int, batch: Batch) -> Tensor:
-    """The table's rows of the batch's tokens, f32 [n, heads * row] on the table's device; moves the windows on, or
-    keeps what they would become after each row of a verify step."""
+def gather(table: Weight, hashes: PleHash, *, layer: int, batch: Batch, device: torch.device) -> Weight:
+    """The table's rows of the batch's tokens, [n * heads, row], on `device`; moves the windows on, or keeps what they
+    would become after each row of a verify step."""
     rows = []
     for s in batch.segments:
         state, tokens = s.sequence.state, batch.host_tokens[s.rows]
@@ -98,5 +98,4 @@ def gather(table: Weight, hashes: PleHash, *, layer: int, batch: Batch) -> Tenso
             state.kept_windows[layer] = tuple(hashes.next_window(tokens[:n], window) for n in range(s.n + 1))
         else:
             state.windows[layer] = hashes.next_window(tokens, window)
-    flat = torch.from_numpy(np.concatenate(rows).reshape(-1))
-    return table.rows(flat).view(len(batch.host_tokens), -1)
+    return table.pick(torch.from_numpy(np.concatenate(rows).reshape(-1)), device)

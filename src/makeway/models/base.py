@@ -16,7 +16,7 @@ from makeway.experts.executors import Experts
 from makeway.experts.routed import RoutedInput
 from makeway.experts.store import FileExperts
 from makeway.gguf import GGUFFile
-from makeway.kernels import Weight
+from makeway.kernels import Ops, Weight
 from makeway.kv import Batch, KVShape, StateShape
 
 
@@ -53,6 +53,19 @@ class ModelFacts:
         return dict.fromkeys(range(self.n_layers, self.n_blocks), shape)
 
 
+HOST = torch.device("cpu")
+EMBEDDING = -1
+"""Where the rows of the embedding stand among those of n-gram tables, which have the numbers of their layers."""
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """A table of which single rows are read, so many for each token."""
+
+    table: Weight
+    per_token: int = 1
+
+
 class Model(Protocol):
     """h is the residual: f32 [n, hidden], or [n, streams, hidden] where there are hyper-connections."""
 
@@ -61,13 +74,20 @@ class Model(Protocol):
     device: torch.device
 
     @property
-    def gathered_widths(self) -> dict[int, int]:
-        """By layer that reads an n-gram table: values of a token's rows together."""
+    def lookups(self) -> dict[int, "Lookup"]:
+        """Tables of which the trunk reads single rows: n-grams by layer, and `EMBEDDING`."""
         ...
 
-    def gather(self, batch: Batch) -> dict[int, Tensor]:
-        """Those rows f32 [n, width], read ahead, for `Batch.gathered`; moves the sequences' n-gram windows on."""
+    def gather(self, batch: Batch) -> dict[int, Weight]:
+        """Those rows of the batch's tokens, on the host, for `Batch.gathered`; moves the n-gram windows on."""
         ...
+
+    @property
+    def draft_lookups(self) -> dict[int, "Lookup"]:
+        """The same of the MTP block: its embedding, by its layer."""
+        ...
+
+    def draft_gather(self, batch: Batch) -> dict[int, Weight]: ...
 
     def embed(self, batch: Batch) -> Tensor: ...
 
@@ -268,6 +288,7 @@ class Header:
         return flags + (False,) * self.n_draft_layers
 
 
-def embedding(weight: Weight, batch: Batch) -> Tensor:
-    """Rows of the embedding matrix, f32 [n, hidden], on the batch's device."""
-    return weight.rows(batch.tokens).to(batch.tokens.device)
+def embedding(ops: Ops, weight: Weight, batch: Batch, *, key: int = EMBEDDING) -> Tensor:
+    """Rows of an embedding matrix, f32 [n, hidden], on the batch's device; those fetched ahead stand under `key`."""
+    rows = batch.gathered.get(key)
+    return ops.decode(weight.pick(batch.tokens, batch.tokens.device) if rows is None else rows)

@@ -10,12 +10,12 @@ from makeway.errors import UserError
 from makeway.experts.routed import RoutedInput
 from makeway.experts.store import FileExperts
 from makeway.gguf import GGUFFile
-from makeway.kernels import Ops
+from makeway.kernels import Ops, Weight
 from makeway.kv import Batch
 from makeway.layers.attention import attention
 from makeway.layers.moe import moe_input
 from makeway.models import blocks
-from makeway.models.base import Header, embedding
+from makeway.models.base import EMBEDDING, HOST, Header, Lookup, embedding
 from makeway.models.weights import Place, WeightReader
 
 
@@ -46,14 +46,14 @@ class Qwen3Moe:
         )
 
     @property
-    def gathered_widths(self) -> dict[int, int]:
-        return {}
+    def lookups(self) -> dict[int, Lookup]:
+        return {EMBEDDING: Lookup(self._embed)}
 
-    def gather(self, batch: Batch) -> dict[int, Tensor]:
-        return {}
+    def gather(self, batch: Batch) -> dict[int, Weight]:
+        return {EMBEDDING: self._embed.pick(batch.tokens, HOST)}
 
     def embed(self, batch: Batch) -> Tensor:
-        return embedding(self._embed, batch)
+        return embedding(self._ops, self._embed, batch)
 
     def mix(
         self, layer: int, h: Tensor, batch: Batch, *, before: RoutedInput | None = None
@@ -72,6 +72,13 @@ class Qwen3Moe:
         return self._ops.linear(x, self._output)
 
     def trunk_state(self, h: Tensor) -> Tensor:
+        raise AssertionError("qwen3moe has no MTP block")
+
+    @property
+    def draft_lookups(self) -> dict[int, Lookup]:
+        return {}
+
+    def draft_gather(self, batch: Batch) -> dict[int, Weight]:
         raise AssertionError("qwen3moe has no MTP block")
 
     def draft_input(self, batch: Batch, state: Tensor) -> Tensor:

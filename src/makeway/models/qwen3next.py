@@ -10,13 +10,13 @@ from torch import Tensor
 from makeway.experts.routed import RoutedInput
 from makeway.experts.store import FileExperts
 from makeway.gguf import GGUFFile
-from makeway.kernels import Ops
+from makeway.kernels import Ops, Weight
 from makeway.kv import Batch
 from makeway.layers.attention import AttentionWeights, attention, remember
 from makeway.layers.delta_net import delta_net
 from makeway.layers.moe import moe_input
 from makeway.models import blocks
-from makeway.models.base import Header, embedding
+from makeway.models.base import EMBEDDING, HOST, Header, Lookup, embedding
 from makeway.models.weights import Place, WeightReader
 
 
@@ -60,14 +60,21 @@ class Qwen3Next:
         return self._ops.add_norm(x, None, gamma=gamma, eps=self._head.eps)[1]
 
     @property
-    def gathered_widths(self) -> dict[int, int]:
-        return {}
+    def lookups(self) -> dict[int, Lookup]:
+        return {EMBEDDING: Lookup(self._embed)}
 
-    def gather(self, batch: Batch) -> dict[int, Tensor]:
-        return {}
+    def gather(self, batch: Batch) -> dict[int, Weight]:
+        return {EMBEDDING: self._embed.pick(batch.tokens, HOST)}
+
+    @property
+    def draft_lookups(self) -> dict[int, Lookup]:
+        return {self.facts.n_layers: Lookup(self._draft.embed)}
+
+    def draft_gather(self, batch: Batch) -> dict[int, Weight]:
+        return {self.facts.n_layers: self._draft.embed.pick(batch.tokens, HOST)}
 
     def embed(self, batch: Batch) -> Tensor:
-        return embedding(self._embed, batch)
+        return embedding(self._ops, self._embed, batch)
 
     def mix(
         self, layer: int, h: Tensor, batch: Batch, *, before: RoutedInput | None = None
@@ -91,7 +98,8 @@ class Qwen3Next:
         return self._norm(h, self._output_norm)
 
     def draft_input(self, batch: Batch, state: Tensor) -> Tensor:
-        e = self._norm(embedding(self._draft.embed, batch), self._draft.enorm)
+        e = embedding(self._ops, self._draft.embed, batch, key=self.facts.n_layers)
+        e = self._norm(e, self._draft.enorm)
         return self._ops.linear(torch.cat((e, self._norm(state, self._draft.hnorm)), dim=-1), self._draft.eh_proj)
 
     def draft_remember(self, batch: Batch, state: Tensor) -> None:

@@ -11,7 +11,7 @@ from makeway.errors import UserError
 from makeway.experts.routed import RoutedInput
 from makeway.experts.store import FileExperts
 from makeway.gguf import GGUFFile
-from makeway.kernels import Ops
+from makeway.kernels import Ops, Weight
 from makeway.kv import Batch
 from makeway.layers import hyper_connections as hc
 from makeway.layers.attention import AttentionWeights, attention, remember
@@ -20,7 +20,7 @@ from makeway.layers.moe import moe_input
 from makeway.layers.ple import PleHash, PleWeights, gather, ple
 from makeway.layers.sparse_attention import IndexerWeights
 from makeway.models import blocks
-from makeway.models.base import Header, embedding
+from makeway.models.base import EMBEDDING, HOST, Header, Lookup, embedding
 from makeway.models.weights import Place, WeightReader
 
 
@@ -160,15 +160,26 @@ class Qwen4Exp:
             self._ple[i] = (weights, hashes)
 
     @property
-    def gathered_widths(self) -> dict[int, int]:
-        return {layer: len(hashes.sizes) * weights.table.n_cols for layer, (weights, hashes) in self._ple.items()}
+    def lookups(self) -> dict[int, Lookup]:
+        ngrams = {layer: Lookup(w.table, len(hashes.sizes)) for layer, (w, hashes) in self._ple.items()}
+        return {EMBEDDING: Lookup(self._embed)} | ngrams
 
-    def gather(self, batch: Batch) -> dict[int, Tensor]:
-        tables = self._ple.items()
-        return {layer: gather(weights.table, hashes, layer=layer, batch=batch) for layer, (weights, hashes) in tables}
+    def gather(self, batch: Batch) -> dict[int, Weight]:
+        ngrams = {
+            layer: gather(w.table, hashes, layer=layer, batch=batch, device=HOST)
+            for layer, (w, hashes) in self._ple.items()
+        }
+        return {EMBEDDING: self._embed.pick(batch.tokens, HOST)} | ngrams
+
+    @property
+    def draft_lookups(self) -> dict[int, Lookup]:
+        return {self.facts.n_layers: Lookup(self._draft.embed)}
+
+    def draft_gather(self, batch: Batch) -> dict[int, Weight]:
+        return {self.facts.n_layers: self._draft.embed.pick(batch.tokens, HOST)}
 
     def embed(self, batch: Batch) -> Tensor:
-        return embedding(self._embed, batch)[:, None].repeat(1, self._n_streams, 1)
+        return embedding(self._ops, self._embed, batch)[:, None].repeat(1, self._n_streams, 1)
 
     def mix(
         self, layer: int, h: Tensor, batch: Batch, *, before: RoutedInput | None = None
@@ -200,7 +211,8 @@ class Qwen4Exp:
 
     def draft_input(self, batch: Batch, state: Tensor) -> Tensor:
         n, ops, eps = state.shape[0], self._ops, self._head.eps
-        e = ops.rms_norm(embedding(self._draft.embed, batch), self._draft.enorm, eps)
+        e = embedding(ops, self._draft.embed, batch, key=self.facts.n_layers)
+        e = ops.rms_norm(e, self._draft.enorm, eps)
         e = e[:, None].expand(n, self._n_streams, -1)
         both = torch.cat((e, hc.stream_norm(ops, state, self._draft.hnorm, eps)), dim=-1)
         return ops.linear(both.reshape(n * self._n_streams, -1), self._draft.eh_proj).view_as(state)

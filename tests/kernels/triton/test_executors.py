@@ -63,6 +63,32 @@ def test_a_step_hits_fetches_and_keeps(slots):
         assert counters.uploads > n_restored, "misses were kept"
 
 
+def test_the_report_counts_each_expert_of_a_layer_once():
+    """Three rows of the first layer, the last of them padding; what no pass wrote does not count."""
+    rig = Rig("qwen3moe-base-bf16.gguf", slots=2, uploads=2)
+    rig.restore(1)  # expert 0 of every layer
+    tables = DeviceExperts(rig.cache, arena=rig.arena.whole, most_rows=3)._tables
+    assert tables.routed.shape[1] == 4
+    counters, sizes = rig.cache.counters, [layer.expert_bytes for layer in rig.plan.layers]
+    hits, misses, link = counters.hits, counters.misses, counters.link_bytes
+    tables.send()
+    tables.n_rows[0] = 3
+    k = tables.routed.shape[2]
+    tables.routed.fill_(1)
+    for row, ids in enumerate(([0, 1], [3, 0], [-1, -1])):
+        tables.routed[0, row] = torch.tensor(ids + [-1] * (k - 2))
+    tables.fetched.fill_(1)
+    tables.fetched[0] = torch.tensor([3, -1])
+    tables.fetch_report()
+    tables.end_step()
+    assert counters.hits - hits == 1
+    assert counters.misses - misses == 2
+    assert counters.link_bytes - link == 2 * (-(-sizes[0] // 16) * 16)
+    spares = rig.cache.table.spares[0]
+    assert rig.cache.table.holds[0, spares[0, 0]] == 3
+    assert (rig.cache.table.holds[1:, spares[1:].flatten()] == -1).all()
+
+
 @pytest.mark.slow
 def test_bits_do_not_depend_on_where_an_expert_was():
     sums = []

@@ -21,6 +21,7 @@ from makeway.kernels.triton.chunk_delta import DeltaScratch
 from makeway.kernels.triton.gated_delta import gated_delta
 from makeway.kernels.triton.linears import linears
 from makeway.kernels.triton.moe_input import choice_and_swiglu, choice_and_zeros
+from makeway.kernels.triton.rows import decode
 from makeway.kernels.weight import Weight
 
 LINEAR_BYTES = 64 << 20  # of decoded weights at a time, for chunks
@@ -48,6 +49,12 @@ class TritonOps:
         if self._has_kernel(x.shape[0], weight):
             return self._multiply(self._parts_of(x), weight)
         return self._reference(x, weight)
+
+    def decode(self, rows: Weight) -> Tensor:
+        if linear.can_multiply(rows):
+            return decode(rows)
+        self.notes[f"decode {rows.type.name} of {rows.n_cols}"] = "reference"
+        return reference.decode(rows)
 
     def linears(self, x: Tensor, weights: Sequence[Weight]) -> tuple[Tensor, ...]:
         n = x.shape[0]
@@ -184,6 +191,7 @@ def triton_ops(device: torch.device) -> Ops:
     return Ops(
         "triton",
         linear=ops.linear,
+        decode=ops.decode,
         sigmoid=lambda x: small.pointwise(small.SIGMOID, x),
         silu=lambda x: small.pointwise(small.SILU, x),
         softplus=lambda x: small.pointwise(small.SOFTPLUS, x),
