@@ -11,10 +11,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor
 
@@ -110,14 +111,14 @@ class Layer:
         weights = torch.rand((n_tokens, TOP_K), device=CUDA, generator=generator)
         self.rows = SweepRows(x, weights, torch.zeros((n_tokens, MATRICES.d), device=CUDA), self.pairs)
         offsets = self.pairs.offsets.tolist()
-        self.counts = [end - begin for begin, end in pairwise(offsets)]
+        self.counts = np.diff(offsets)
         self.n_rows = offsets[PIECE]
         self.capacity = -(-n_tokens * TOP_K * PIECE * 5 // EXPERTS // 4)
         n_bytes = SweepScratch.nbytes(MATRICES, n_experts=PIECE, n_rows=self.capacity)
         room = torch.empty(n_bytes, dtype=torch.uint8, device=CUDA)
         self.scratch = SweepScratch.of(room, MATRICES, n_experts=PIECE, n_rows=self.capacity)
 
-    def run(self, counts: list[int] | None) -> None:
+    def run(self, counts: NDArray[np.int64] | None) -> None:
         for first in range(0, EXPERTS, PIECE):
             run_piece(
                 self.rows,
@@ -126,7 +127,7 @@ class Layer:
                 first=first,
                 matrices=MATRICES,
                 scratch=self.scratch,
-                counts=None if counts is None else counts[first : first + PIECE],
+                counts=None if counts is None else partial(counts.__getitem__, slice(first, first + PIECE)),
             )
 
     def expected(self, tokens: Tensor) -> Tensor:

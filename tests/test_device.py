@@ -3,11 +3,12 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from makeway import device as device_module
-from makeway.device import CpuDevice, CudaDevice, HostMemory, open_device
+from makeway.device import CpuDevice, CudaDevice, HostCopy, HostMemory, open_device, runs
 from makeway.errors import EngineFailed, UserError
 from tests.devices import FlakyDevice, LazyDevice, OrderedDevice, RecordingDevice
 
@@ -66,6 +67,32 @@ def test_copies_are_counted_and_there_after_their_event(kind):
     assert made.n_copies == 2
     made.compute_waits(made.record_compute())
     made.copies_wait(made.record_compute())
+
+
+@pytest.mark.parametrize("kind", CPUS)
+def test_parts_land_where_they_belong(kind):
+    made, (target, source) = kind(), pair()
+    made.copy_parts(target, source, to=np.array([0, 8, 32]), of=np.array([16, 24, 40]), n_bytes=8)
+    made.record_copies().wait()
+    made.synchronize()
+    assert target[:16].tolist() == list(range(16, 32))
+    assert target[32:40].tolist() == list(range(40, 48))
+    assert not target[16:32].any()
+    assert (made.n_copies, made.link_bytes) == (3, 24)
+
+
+def test_parts_side_by_side_are_one_copy():
+    to, of = np.array([0, 8, 16, 24, 40, 48]), np.array([80, 88, 96, 112, 120, 128])
+    assert runs(to, of, 8) == [(0, 80, 24), (24, 112, 8), (40, 120, 16)]
+    assert runs(to[:1], of[:1], 8) == [(0, 80, 8)]
+
+
+def test_values_on_their_way_to_the_host():
+    values = torch.arange(5)
+    copy = HostCopy(values)
+    values.zero_()
+    assert copy.is_there()
+    assert copy.get().tolist() == [0, 1, 2, 3, 4]
 
 
 def test_host_memory_is_zero_and_lives_as_long_as_a_view():

@@ -12,11 +12,13 @@ import platform
 import re
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from makeway.config import DeviceName
@@ -25,6 +27,8 @@ from makeway.errors import EngineFailed, UserError
 _MBIND = {"x86_64": 237, "aarch64": 235}  # system call numbers, asm/unistd.h
 _MPOL_INTERLEAVE = 3  # linux/mempolicy.h
 _TOUCH_BYTES = 64 << 20
+
+Ints = NDArray[np.int64]
 
 
 def pick_device(name: DeviceName) -> torch.device:
@@ -118,6 +122,21 @@ def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
+def runs(to: Ints, of: Ints, n_bytes: int) -> list[tuple[int, int, int]]:
+    """(to, of, bytes) of parts of `n_bytes` each, those that lie side by side in both put together."""
+    begins = np.flatnonzero(np.r_[True, (np.diff(to) != n_bytes) | (np.diff(of) != n_bytes)])
+    sizes = np.diff(np.r_[begins, to.size]) * n_bytes
+    return list(zip(to[begins].tolist(), of[begins].tolist(), sizes.tolist(), strict=True))
+
+
+@cache
+def _host_to_device() -> Any:
+    """The driver's copy over the link, asked for by address: a tensor's own copy costs the host ten times as much."""
+    copy = ctypes.CDLL("libcuda.so.1").cuMemcpyHtoDAsync_v2
+    copy.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    return copy
+
+
 def _interleave(address: int, n_bytes: int, *, nodes: list[int]) -> str:
     """Spread pages that nobody has touched over NUMA nodes, where there are several; says in words what happened."""
     if len(nodes) < 2:
@@ -149,6 +168,28 @@ def _listed(text: str) -> list[int]:
     return [node for first, last in ranges for node in range(first, last + 1)]
 
 
+class HostCopy:
+    """A tensor's values, on their way to the host from where the computation stands now."""
+
+    def __init__(self, source: Tensor) -> None:
+        self._values = source.to("cpu", non_blocking=True, copy=True)  # pinned, when it comes from a GPU
+        self._event: torch.cuda.Event | None = None
+        if source.is_cuda:
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def is_there(self) -> bool:
+        """Whether `get` need not wait."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def get(self) -> Tensor:
+        """Waits for this copy alone; on the host."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        return self._values
+
+
 class Device(Protocol):
     """One place that computes, its memory, and the link to it. Copies run beside the computation, in their own order.
 
@@ -174,6 +215,10 @@ class Device(Protocol):
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Ask for host bytes `source` to be put into `target` of the device, behind all earlier copies."""
+        ...
+
+    def copy_parts(self, target: Tensor, source: Tensor, *, to: Ints, of: Ints, n_bytes: int) -> None:
+        """Ask for several copies of `n_bytes` each, from the bytes `of` of the source to those `to` of the target."""
         ...
 
     def record_copies(self) -> Event:
@@ -240,6 +285,10 @@ class CpuDevice:
     def copy(self, target: Tensor, source: Tensor) -> None:
         self._count(target, source)
         target.copy_(source)
+
+    def copy_parts(self, target: Tensor, source: Tensor, *, to: Ints, of: Ints, n_bytes: int) -> None:
+        for t, s in zip(to.tolist(), of.tolist(), strict=True):
+            self.copy(target[t : t + n_bytes], source[s : s + n_bytes])
 
     def _count(self, target: Tensor, source: Tensor) -> None:
         assert target.dtype == source.dtype == torch.uint8
@@ -320,6 +369,24 @@ class CudaDevice:
             target.copy_(source, non_blocking=True)
         self.n_copies += 1
         self.link_bytes += source.numel()
+
+    def copy_parts(self, target: Tensor, source: Tensor, *, to: Ints, of: Ints, n_bytes: int) -> None:
+        """Parts that lie side by side in both are one copy. Raises EngineFailed when CUDA refuses."""
+        if not to.size:
+            return
+        assert target.dtype == source.dtype == torch.uint8
+        assert target.is_contiguous()
+        assert source.is_contiguous()
+        assert max(0, int(to.max())) + n_bytes <= target.numel()
+        assert max(0, int(of.max())) + n_bytes <= source.numel()
+        copy, stream = _host_to_device(), self._copy_stream.cuda_stream
+        targets, sources = target.data_ptr(), source.data_ptr()
+        for t, s, size in runs(to, of, n_bytes):
+            code = copy(targets + t, sources + s, size, stream)
+            if code != 0:
+                raise EngineFailed(f"{self.name}: CUDA refuses to copy {size} bytes over the link (error {code})")
+        self.n_copies += int(to.size)
+        self.link_bytes += n_bytes * int(to.size)
 
     def record_copies(self) -> Event:
         return _CudaEvent(self._copy_stream)

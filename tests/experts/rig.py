@@ -78,7 +78,7 @@ class Rig:
         ring = Region("ring", kept.end, buffers * piece * self.plan.sizes.stride_bytes)
         kept_view, ring_view = self.arena.layout([kept, ring])
         self.cache.attach(kept_view)
-        pieces = pieces or ReferencePieces(self.cache.store, self.ops)
+        pieces = pieces or ReferencePieces(self.cache.store, self.ops, arena=self.arena.whole)
         return StreamedExperts(self.cache, pieces, ring=ring_view, piece_experts=piece, copies_all=copies_all)
 
     def cached(self, *, n_transient=None):

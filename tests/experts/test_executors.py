@@ -185,7 +185,7 @@ def test_slots_lent_by_the_plan_come_back(file):
         lent = rig.cache.lend(n_kept)
         kept, ring, *_ = rig.arena.layout(layout.regions)
         rig.cache.attach(kept)
-        pieces = ReferencePieces(rig.cache.store, REFERENCE)
+        pieces = ReferencePieces(rig.cache.store, REFERENCE, arena=rig.arena.whole)
         experts = StreamedExperts(
             rig.cache, pieces, ring=ring, piece_experts=layout.piece_experts, copies_all=lending.copies_all
         )
@@ -331,7 +331,7 @@ def test_the_ring_is_full_from_the_start_to_the_last_layer():
     assert rig.device.n_copies == 4, "no buffer is free"
     asked = []
     rig.ops = replace(REFERENCE, expert_ffn=lambda *a: asked.append(rig.device.n_copies) or REFERENCE.expert_ffn(*a))
-    experts._pieces = ReferencePieces(rig.cache.store, rig.ops)
+    experts._pieces = ReferencePieces(rig.cache.store, rig.ops, arena=rig.arena.whole)
     experts(0, routed(rig, torch.arange(n_experts)[:, None], 0))
     assert asked == [min(2 * (e // 2) + 4, n_experts + 4) for e in range(n_experts)], "always one piece ahead"
     assert rig.device.n_copies == n_experts + 4

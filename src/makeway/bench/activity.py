@@ -6,21 +6,23 @@ Hazard: on a GPU the times are those of CUDA events, so they are read only after
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from makeway.config import EngineConfig
-from makeway.device import CpuDevice, CudaDevice, Device, Event, pick_device
+from makeway.device import CpuDevice, CudaDevice, Device, Event, Ints, pick_device
 from makeway.engine.backend import Backend
 from makeway.experts.cache import ExpertCache
 from makeway.experts.cached import CachedExperts
 from makeway.experts.executors import StepExperts
-from makeway.experts.pieces import Pieces, ReferencePieces
+from makeway.experts.pieces import Pieces, ReferencePieces, Uses
 from makeway.experts.routed import RoutedInput
 from makeway.kernels import REFERENCE, Ops
 from makeway.kv import Batch
@@ -140,6 +142,10 @@ class _WatchedCuda(CudaDevice):
         self._recorder.copies(source.numel(), self._copy_stream)
         super().copy(target, source)
 
+    def copy_parts(self, target: Tensor, source: Tensor, *, to: Ints, of: Ints, n_bytes: int) -> None:
+        self._recorder.copies(n_bytes * int(to.size), self._copy_stream)
+        super().copy_parts(target, source, to=to, of=of, n_bytes=n_bytes)
+
     def record_copies(self) -> Event:
         self._recorder.copied(self._copy_stream)
         return super().record_copies()
@@ -188,13 +194,16 @@ class _WatchedPieces:
     def __init__(self, inner: Pieces, recorder: Recorder) -> None:
         self._inner, self._recorder = inner, recorder
 
-    def start(self, layer: int, moe: RoutedInput, counts: Sequence[int]) -> None:
+    def start(self, layer: int, moe: RoutedInput) -> Uses:
         with self._recorder.span("experts: sort"):
-            self._inner.start(layer, moe, counts)
+            return self._inner.start(layer, moe)
 
-    def add(self, experts: Sequence[int], rooms: Sequence[Tensor]) -> None:
+    def place(self, where: NDArray[np.int64]) -> None:
+        self._inner.place(where)
+
+    def add(self, experts: range) -> None:
         with self._recorder.span("experts"):
-            self._inner.add(experts, rooms)
+            self._inner.add(experts)
 
 
 class _WatchedModel:

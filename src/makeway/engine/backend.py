@@ -103,7 +103,7 @@ class ReferenceBackend:
         return CachedExperts(cache, self.ops, transient=transient)
 
     def pieces(self, cache: ExpertCache, arena: Arena, *, workspace: View, piece_experts: int) -> Pieces:
-        return ReferencePieces(cache.store, self.ops)
+        return ReferencePieces(cache.store, self.ops, arena=arena.whole)
 
     def graphs(
         self, model: Model, experts: StepExperts, *, cache: KVCache, states: StatePool, context: int

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from makeway.device import HostCopy
 from makeway.experts.executors import Experts
 from makeway.experts.routed import RoutedInput
 from makeway.kv import Batch, SequenceState
@@ -124,9 +125,10 @@ class Sweep:
         with_mtp: bool = False,
     ) -> None:
         """`buffers`: at least as many rows as there are tokens. `on_routed(layer, part, ids [n, k])` is told what
-        each layer routed, `on_mixed(layer, part, n)` that a layer's mixer has read the first n tokens of a part,
-        `prefetch(layer)` which layer's experts are needed next. `cuts`, by part: after so many of its tokens a chunk
-        ends, wherever chunks of the usual size would. `with_mtp`: the MTP block reads the tokens too."""
+        each layer routed, on the host and a layer late, `on_mixed(layer, part, n)` that a layer's mixer has read the
+        first n tokens of a part, `prefetch(layer)` which layer's experts are needed next. `cuts`, by part: after so
+        many of its tokens a chunk ends, wherever chunks of the usual size would. `with_mtp`: the MTP block reads the
+        tokens too."""
         assert parts
         assert chunk >= 1
         self._model, self._experts, self._prefetch = model, experts, prefetch
@@ -151,6 +153,7 @@ class Sweep:
         self.n_done = 0
         self.is_done = False
         self._dropped: set[int] = set()
+        self._routed: tuple[int, HostCopy] | None = None  # of the last layer, not told yet
 
     @property
     def tokens_done(self) -> int:
@@ -190,10 +193,9 @@ class Sweep:
                         self._on_mixed(layer, part, rows.stop - part.first)
                 self.n_done += 1
                 yield
+            self._tell()
             if self._on_routed is not None:
-                for part in self.parts:
-                    if self._is_live(part):
-                        self._on_routed(layer, part, buffers.ids[part.rows])
+                self._routed = layer, HostCopy(buffers.ids[: self.n_tokens])
             self._announce(layer + 1)
             self._experts(layer, buffers.routed(slice(0, self.n_tokens)))
             for _, rows, _ in self._live_chunks():
@@ -201,12 +203,23 @@ class Sweep:
             self.n_done += 1
             if layer < n_layers - 1 or self._with_mtp:
                 yield
+        self._tell()
         if self._with_mtp:
             yield from self._draft_steps()
         for part in self.parts:
             if self._is_live(part):
                 part.sequence.advance(len(part.tokens))
         self.is_done = True
+
+    def _tell(self) -> None:
+        """What the layer before routed, which is on the host by now: nothing has to wait for it."""
+        if self._routed is None or self._on_routed is None:
+            return
+        (layer, copy), self._routed = self._routed, None
+        ids = copy.get()
+        for part in self.parts:
+            if self._is_live(part):
+                self._on_routed(layer, part, ids[part.rows])
 
     def _draft_steps(self) -> Iterator[None]:
         """The MTP block reads each token beside the trunk's state of the token before. Its output is not needed here,

@@ -79,6 +79,14 @@ class ExpertCache:
             raise EngineFailed(f"expert cache: slot {slot} of layer {layer} is not in {self._slots.region.name!r}")
         return self._slots.tensor[offset:end]
 
+    def slot_offsets(self, layer: int, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Arena offsets of slots of a layer. Raises EngineFailed when one is not in the attached view."""
+        plan = self.plan.decode
+        offsets = plan.slots.offset + slots * plan.rank_bytes + plan.layer_offsets[layer]
+        if offsets.size and offsets.max() + self.store.layers[layer].expert_bytes > self._slots.region.end:
+            raise EngineFailed(f"expert cache: a slot of layer {layer} is not in {self._slots.region.name!r}")
+        return offsets
+
     def weights_of(self, layer: int, slot: int) -> Weights:
         """gate, up, down of the expert in a slot, in place."""
         return self.weights_in(layer, self.slot_bytes(layer, slot))
@@ -95,6 +103,14 @@ class ExpertCache:
         self.device.copy(room, self.store.bytes_of(layer, expert))
         self.counters.link_bytes += room.numel()
         return self.weights_in(layer, room)
+
+    def fetch_all(self, layer: int, experts: NDArray[np.int64], room: Tensor, *, to: NDArray[np.int64]) -> None:
+        """As `fetch`, for several experts of a layer, each to the byte `to` of `room`, u8."""
+        stored = self.store.layers[layer]
+        self.device.copy_parts(
+            room, stored.raw.view(-1), to=to, of=experts * stored.raw.shape[1], n_bytes=stored.expert_bytes
+        )
+        self.counters.link_bytes += stored.expert_bytes * experts.size
 
     def count_uploads(self, layers: NDArray[np.integer]) -> None:
         """Experts of these layers were published in slots."""

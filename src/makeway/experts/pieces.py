@@ -2,45 +2,86 @@
 
 Owns nothing of the cache: it is told where each expert's bytes lie. Never changes the order of the sum: pieces come in
 ascending order, and inside one the experts do.
-Hazard: `start` comes once for each layer, before its first piece.
+Hazard: `start` and `place` come once for each layer, in this order, before its first piece.
 """
 
-from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from makeway.experts.executors import add_expert
 from makeway.experts.routed import RoutedInput
-from makeway.experts.store import ExpertStore
+from makeway.experts.store import ExpertStore, uses
 from makeway.kernels import Ops
+
+
+class Uses(Protocol):
+    """How many rows of a layer chose each expert."""
+
+    def is_there(self) -> bool:
+        """Whether `get` need not wait for the device."""
+        ...
+
+    def get(self) -> NDArray[np.int64]:
+        """[experts of the layer]; waits for the layer's routing, not for what is computed behind it."""
+        ...
 
 
 class Pieces(Protocol):
     """Adds the outputs of routed experts to the `acc` of the layer's input."""
 
-    def start(self, layer: int, moe: RoutedInput, counts: Sequence[int]) -> None:
-        """What the next pieces run on; `counts`: rows that chose each expert of the layer."""
+    def start(self, layer: int, moe: RoutedInput) -> Uses:
+        """What the next pieces run on."""
         ...
 
-    def add(self, experts: Sequence[int], rooms: Sequence[Tensor]) -> None:
-        """Run `experts`, ascending, whose bytes lie in `rooms`, u8 [expert bytes] each."""
+    def place(self, where: NDArray[np.int64]) -> None:
+        """Where each expert of the layer lies: bytes into the arena; anything for experts that nobody chose."""
         ...
+
+    def add(self, experts: range) -> None:
+        """Run those of `experts` that somebody chose, ascending."""
+        ...
+
+
+class KnownUses:
+    """Uses that the host has counted."""
+
+    def __init__(self, counts: NDArray[np.int64]) -> None:
+        self._counts = counts
+
+    def is_there(self) -> bool:
+        return True
+
+    def get(self) -> NDArray[np.int64]:
+        return self._counts
 
 
 class ReferencePieces:
     """One expert after the other."""
 
-    def __init__(self, store: ExpertStore, ops: Ops) -> None:
-        self._store, self._ops = store, ops
+    def __init__(self, store: ExpertStore, ops: Ops, *, arena: Tensor) -> None:
+        """`arena` u8: all of it."""
+        self._store, self._ops, self._arena = store, ops, arena
         self._layer = 0
         self._moe: RoutedInput | None = None
+        self._counts = self._where = np.zeros(0, dtype=np.int64)
 
-    def start(self, layer: int, moe: RoutedInput, counts: Sequence[int]) -> None:
+    def start(self, layer: int, moe: RoutedInput) -> Uses:
         self._layer, self._moe = layer, moe
+        n_experts = self._store.layers[layer].n_experts
+        self._counts = np.array(uses(moe.ids, n_experts=n_experts), dtype=np.int64)
+        return KnownUses(self._counts)
 
-    def add(self, experts: Sequence[int], rooms: Sequence[Tensor]) -> None:
+    def place(self, where: NDArray[np.int64]) -> None:
+        self._where = where
+
+    def add(self, experts: range) -> None:
         assert self._moe is not None
         stored = self._store.layers[self._layer]
-        for expert, room in zip(experts, rooms, strict=True):
-            add_expert(self._ops, self._moe, expert, weights=stored.weights_in(room))
+        for expert in experts:
+            if self._counts[expert]:
+                begin = int(self._where[expert])
+                room = self._arena[begin : begin + stored.expert_bytes]
+                add_expert(self._ops, self._moe, expert, weights=stored.weights_in(room))

@@ -8,33 +8,47 @@ Hazard: one call is one crossing of the layer's experts, so a sweep must call ea
 from collections import deque
 from dataclasses import dataclass
 
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from makeway.device import Event
 from makeway.errors import EngineFailed
 from makeway.experts.cache import ExpertCache
-from makeway.experts.pieces import Pieces
+from makeway.experts.pieces import Pieces, Uses
 from makeway.experts.routed import RoutedInput
 from makeway.experts.slots import NONE
-from makeway.experts.store import uses
 from makeway.memory.arena import View
+
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Consecutive experts of a layer, and those among them that are to cross the link."""
+    """Consecutive experts of a layer; those that are `absent` cross the link into `buffer`, to the bytes `to` of the
+    ring, all ascending."""
 
     layer: int
     experts: range
-    absent: list[int]
+    absent: Ints
+    to: Ints
+    buffer: int
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where a layer's experts are, or will be: the slot of each when it was announced, and its first byte's place in
+    the arena."""
+
+    slots: Ints
+    where: Ints
 
 
 @dataclass(frozen=True)
 class _Staged:
-    """A piece whose copies into a buffer were asked for. `copied`: when they are complete; None: nothing is absent."""
+    """A piece whose copies into its buffer were asked for. `copied`: when they are complete; None: none are needed."""
 
     piece: _Piece
-    buffer: int
     copied: Event | None
 
 
@@ -59,96 +73,109 @@ class StreamedExperts:
         self._n_full = 0  # buffers whose piece has not run
         self._next_buffer = 0
         self._read: list[Event | None] = [None] * self._n_buffers  # when what was in a buffer had been used
+        self._places: dict[int, _Places] = {}  # of the layers that are coming
         self._coming: deque[_Piece] = deque()  # in the order in which they will run; not asked for yet
         self._staged: deque[_Staged] = deque()
+        self._uncounted: deque[tuple[int, Flags, Uses]] = deque()
         # The ring was slots before, and this region's next owner is not the last one to use the link.
         self._device.copies_wait(self._device.record_compute())
         self._device.compute_waits(self._device.record_copies())
 
     def __call__(self, layer: int, moe: RoutedInput) -> None:
         """Every piece of the layer; while one computes, the next ones are on their way as far as the ring has room."""
-        counts = uses(moe.ids, n_experts=self._cache.store.layers[layer].n_experts)
-        used = {expert for expert, n in enumerate(counts) if n}
-        if not self._is_coming(layer):
-            self._announce(layer, used)
-        self._pieces.start(layer, moe, counts)
+        uses = self._pieces.start(layer, moe)
+        if layer not in self._places:
+            self._announce(layer, None if self._copies_all else uses.get() > 0)
+        places = self._places.pop(layer)
+        self._check(layer, places.slots)
+        self._pieces.place(places.where)
         n_experts = self._cache.store.layers[layer].n_experts
         for _ in range(0, n_experts, self._piece_experts):
             self._stage()
-            self._run(layer, self._staged.popleft(), used)
+            self._run(layer, self._staged.popleft())
         self._stage()
+        self._uncounted.append((layer, places.slots != NONE, uses))
+        self._count(all_of_them=False)
 
     def prefetch(self, layer: int) -> None:
         """`layer` runs next after those announced before: its first pieces may cross the link already.
 
         Without effect when only routed experts cross, for these are known when the layer runs; twice is harmless.
         """
-        if self._copies_all and not self._is_coming(layer):
-            self._announce(layer, set())
+        if self._copies_all and layer not in self._places:
+            self._announce(layer, None)
             self._stage()
 
     def close(self) -> None:
         """The sweep is over, or was given up: what is computed from now on waits for the copies under way."""
         self._coming.clear()
         self._staged.clear()
+        self._places.clear()
         self._device.compute_waits(self._device.record_copies())
+        self._count(all_of_them=True)
 
-    def _is_coming(self, layer: int) -> bool:
-        staged = (staged.piece for staged in self._staged)
-        return any(piece.layer == layer for piece in (*staged, *self._coming))
-
-    def _announce(self, layer: int, used: set[int]) -> None:
+    def _slots(self, layer: int) -> Ints:
+        """The slot of each expert of the layer, or NONE."""
         n_experts = self._cache.store.layers[layer].n_experts
-        slots = self._cache.table.slot_of[layer].tolist()
-        for first in range(0, n_experts, self._piece_experts):
-            experts = range(first, min(first + self._piece_experts, n_experts))
-            absent = [e for e in experts if slots[e] == NONE and (self._copies_all or e in used)]
-            self._coming.append(_Piece(layer, experts, absent))
+        return self._cache.table.slot_of[layer, :n_experts].astype(np.int64)
+
+    def _check(self, layer: int, slots: Ints) -> None:
+        """What was in slots when the layer was announced still is. Raises EngineFailed."""
+        gone = np.flatnonzero((self._slots(layer) != slots) & (slots != NONE))
+        if gone.size:
+            raise EngineFailed(f"expert {gone[0]} of layer {layer} left its slot while a sweep counted on it")
+
+    def _announce(self, layer: int, used: Flags | None) -> None:
+        """`used`: the experts that were routed, where no others cross the link."""
+        slots = self._slots(layer)
+        resident = slots != NONE
+        wanted = ~resident if used is None else used & ~resident
+        where = np.zeros(slots.size, dtype=np.int64)
+        where[resident] = self._cache.slot_offsets(layer, slots[resident])
+        stride = self._cache.plan.layers[layer].stride_bytes
+        for first in range(0, slots.size, self._piece_experts):
+            experts = range(first, min(first + self._piece_experts, slots.size))
+            absent = np.flatnonzero(wanted[experts.start : experts.stop]) + first
+            buffer, to = NONE, absent
+            if absent.size:
+                buffer, self._next_buffer = self._next_buffer, (self._next_buffer + 1) % self._n_buffers
+                to = buffer * self._buffer_bytes + np.arange(absent.size) * stride
+                where[absent] = self._ring.region.offset + to
+            self._coming.append(_Piece(layer, experts, absent, to, buffer))
+        self._places[layer] = _Places(slots, where)
 
     def _stage(self) -> None:
         """Ask for the copies of pieces to come while there are buffers; a piece that is all in slots needs none."""
-        while self._coming and not (self._coming[0].absent and self._n_full == self._n_buffers):
+        while self._coming and not (self._coming[0].absent.size and self._n_full == self._n_buffers):
             piece = self._coming.popleft()
-            if not piece.absent:
-                self._staged.append(_Staged(piece, NONE, None))
+            if not piece.absent.size:
+                self._staged.append(_Staged(piece, None))
                 continue
-            buffer, self._next_buffer = self._next_buffer, (self._next_buffer + 1) % self._n_buffers
             self._n_full += 1
-            was_read = self._read[buffer]
+            was_read = self._read[piece.buffer]
             if was_read is not None:
                 self._device.copies_wait(was_read)
-            for i, expert in enumerate(piece.absent):
-                self._cache.fetch(piece.layer, expert, self._room(piece.layer, buffer, i=i))
-            self._staged.append(_Staged(piece, buffer, self._device.record_copies()))
+            self._cache.fetch_all(piece.layer, piece.absent, self._ring.tensor, to=piece.to)
+            self._staged.append(_Staged(piece, self._device.record_copies()))
 
-    def _room(self, layer: int, buffer: int, *, i: int) -> Tensor:
-        """Where the `i`-th absent expert of a piece lies in its buffer, u8 [expert bytes]."""
-        start = buffer * self._buffer_bytes + i * self._cache.plan.layers[layer].stride_bytes
-        return self._ring.tensor[start : start + self._cache.store.layers[layer].expert_bytes]
-
-    def _run(self, layer: int, staged: _Staged, used: set[int]) -> None:
+    def _run(self, layer: int, staged: _Staged) -> None:
         piece = staged.piece
         if piece.layer != layer:
             raise EngineFailed(f"layer {piece.layer} was announced to run next, not layer {layer}")
         if staged.copied is not None:
             self._device.compute_waits(staged.copied)
-        experts = [expert for expert in piece.experts if expert in used]
-        if experts:
-            self._pieces.add(experts, [self._bytes(staged, expert) for expert in experts])
+        self._pieces.add(piece.experts)
         if staged.copied is not None:
-            self._read[staged.buffer] = self._device.record_compute()
+            self._read[piece.buffer] = self._device.record_compute()
             self._n_full -= 1
 
-    def _bytes(self, staged: _Staged, expert: int) -> Tensor:
-        """Where a routed expert lies, u8 [expert bytes]."""
-        cache, layer = self._cache, staged.piece.layer
-        if expert in staged.piece.absent:
-            cache.counters.misses += 1
-            i = staged.piece.absent.index(expert)
-            return self._room(layer, staged.buffer, i=i)
-        slot = int(cache.table.slot_of[layer, expert])
-        if slot == NONE:
-            raise EngineFailed(f"expert {expert} of layer {layer} left its slot while a sweep counted on it")
-        cache.counters.hits += 1
-        cache.counters.served_bytes += cache.plan.layers[layer].expert_bytes
-        return cache.slot_bytes(layer, slot)
+    def _count(self, *, all_of_them: bool) -> None:
+        """Hits and misses of the layers whose routing the host knows by now, or of all that ran."""
+        counters = self._cache.counters
+        while self._uncounted and (all_of_them or self._uncounted[0][2].is_there()):
+            layer, resident, uses = self._uncounted.popleft()
+            used = uses.get() > 0
+            n_hits = int((used & resident).sum())
+            counters.hits += n_hits
+            counters.misses += int(used.sum()) - n_hits
+            counters.served_bytes += n_hits * self._cache.plan.layers[layer].expert_bytes

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from makeway.gguf.types import GGMLType
-from makeway.kernels.triton import chunk_delta, chunk_linear, decode, gemm, sort
+from makeway.kernels.triton import attend_chunk, chunk_delta, chunk_linear, decode, gemm, sort
 from makeway.kernels.triton.unpack import PLANES, planes_for
 from tests.kernels.triton.compile_kernels import compiled
 
@@ -88,6 +88,38 @@ def sort_cases() -> Iterator[Case]:
     yield Case("combine", sort.combine_kernel, types, constants)
 
 
+def attention_cases(tiles: gemm.Tiles) -> Iterator[Case]:
+    """Flash-Next's and the 30B's heads."""
+    table = attend_chunk.AMPERE if tiles is gemm.AMPERE else attend_chunk.HOPPER
+    for d, group, tiling, kind in (
+        (256, 12, table[True], "*fp16"),
+        (128, 8, table[False], "*fp16"),
+        (128, 8, attend_chunk.EXACT, F32),
+    ):
+        heads = 1 << (group - 1).bit_length()
+        constants = {
+            "GROUP": group,
+            "HEADS": heads,
+            "QUERIES": max(1, tiling.rows // heads),
+            "D": d,
+            "BLOCK_TOKENS": 64,
+            "KEYS": tiling.keys,
+            "GATED": True,
+            "num_warps": tiling.warps,
+            "num_stages": tiling.stages,
+        }
+        types = {
+            "q": F32,
+            "gate": F32,
+            "key_pool": kind,
+            "value_pool": kind,
+            "positions": I64,
+            "blocks": I32,
+            "out": F32,
+        }
+        yield Case(f"attention {d} {kind}", attend_chunk.chunk_kernel, types, constants)
+
+
 def cases(tiles: gemm.Tiles, *, every: bool) -> Iterator[Case]:
     """The kernels with the largest tiles, or all."""
     yield from list(product_cases(tiles)) if every else list(product_cases(tiles))[:2]
@@ -95,6 +127,7 @@ def cases(tiles: gemm.Tiles, *, every: bool) -> Iterator[Case]:
         yield decode_case(GGMLType.Q5_1, 640)
         yield next(delta_cases())
         return
+    yield from attention_cases(tiles)
     yield from delta_cases()
     yield from sort_cases()
     for kind in PLANES:

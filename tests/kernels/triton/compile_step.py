@@ -46,17 +46,6 @@ def attention() -> Iterator[Case]:
                 for tiles in (0, split // keys):
                     constants = {**row, "RATIO": ratio, "TILES": tiles}
                     yield f"row {d} {kind} {ratio} {tiles}", attend.row_kernel, constants, types
-            tiles = attend.chunk_tiling(d, half)
-            heads = 1 << (group - 1).bit_length()
-            constants = {
-                **common,
-                "HEADS": heads,
-                "QUERIES": max(1, tiles.rows // heads),
-                "KEYS": tiles.keys,
-                "num_warps": tiles.warps,
-                "num_stages": tiles.stages,
-            }
-            yield f"chunk {d} {kind}", attend.chunk_kernel, constants, types
         heads = {"HEADS": 2 * group, "KV_HEADS": 2, "D": d, "PADDED": d, "HALF": 32, "BLOCK_TOKENS": 64}
         types = {**_pools("fp16"), "q_gamma": "*fp32", "k_gamma": "*fp32"}
         yield f"attend input {d}", attend_input.attend_input_kernel, {**heads, "num_warps": 1}, types

@@ -79,13 +79,3 @@ def test_a_row_has_the_same_bits_alone_in_company_and_under_a_larger_plan(device
     alone = batch([(255, 1)], device, block_tokens=64, max_keys=900)
     alone.fixed.fixed.block_tables[0] = fixed.block_tables[2, : alone.fixed.fixed.block_tables.shape[1]]
     assert torch.equal(attend(q[last.first : last.first + 1], kv, rows=alone.fixed)[0], out[last.first])
-
-
-def test_rows_of_a_chunk_have_the_same_bits_in_any_chunk(device):
-    sizes = [(0, 40)]
-    kv = copied(pools(sizes, block_tokens=64, n_kv=1, d=16, dtype=torch.float16), device)
-    q = randn(40, 3, 16).to(device)
-    whole = attend(q, kv, rows=batch(sizes, device, block_tokens=64).fixed)
-    for first, n in ((0, 11), (11, 20), (31, 9)):
-        part = attend(q[first : first + n], kv, rows=batch([(first, n)], device, block_tokens=64).fixed)
-        assert torch.equal(part, whole[first : first + n])

@@ -41,7 +41,7 @@ class Layer:
         self.acc = torch.randn((N, matrices.d), generator=generator)
 
     def counts(self):
-        return torch.bincount(self.ids[self.ids >= 0], minlength=N_EXPERTS).tolist()
+        return torch.bincount(self.ids[self.ids >= 0], minlength=N_EXPERTS).numpy()
 
     def expected(self):
         acc = self.acc.clone()
@@ -71,7 +71,7 @@ class Layer:
                 first=first,
                 matrices=self.matrices,
                 scratch=scratch,
-                counts=None if counts is None else counts[first : first + piece],
+                counts=None if counts is None else lambda first=first: counts[first : first + piece],
             )
         return rows.acc.cpu()
 

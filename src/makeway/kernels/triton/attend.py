@@ -5,11 +5,9 @@ added in ascending order, so a row's bits depend on its own keys alone. Never re
 Hazard: every place of a block must hold a finite value; masked keys are multiplied by exact zeros.
 
 A step (at most MAX_ROWS rows): one program for each row, KV head and split of its keys, then one for each row and head
-that adds the splits. A chunk, all keys: one program for QUERIES consecutive rows of a span and a KV head, its heads
-side by side in one tile. A chunk, selected keys: as a step, but one program takes all keys of a row.
+that adds the splits. A chunk, all keys: `attend_chunk`. A chunk, selected keys: as a step, but one program takes all
+keys of a row.
 """
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -17,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from makeway.kernels.rows import KVLayer, Rows
+from makeway.kernels.triton.attend_chunk import attend_chunk
 from makeway.kernels.triton.linear import MAX_ROWS
 from makeway.kernels.triton.small import sigmoid_of
 
@@ -110,13 +109,10 @@ def times(a, low, b, acc, HALF: tl.constexpr):
 
 
 @triton.jit
-def attend_tile(q, q_low, keys, values, seen, best, total, acc, HALF: tl.constexpr, EXACT: tl.constexpr):
+def attend_tile(q, q_low, keys, values, seen, best, total, acc, HALF: tl.constexpr):
     """One step of the online softmax: q [M, D], keys, values [K, D], seen [M or 1, K]."""
     scores = tl.zeros([q.shape[0], keys.shape[0]], tl.float32)
-    if HALF and not EXACT:
-        scores = tl.dot(q, tl.trans(keys), scores)
-    else:
-        scores = times(q, q_low, tl.trans(keys), scores, HALF)
+    scores = times(q, q_low, tl.trans(keys), scores, HALF)
     scores = tl.where(seen, scores, -float("inf"))
     new_best = tl.maximum(best, tl.max(scores, 1))
     # without a key so far the maximum is -inf, and exp(-inf - -inf) must be 0
@@ -125,11 +121,8 @@ def attend_tile(q, q_low, keys, values, seen, best, total, acc, HALF: tl.constex
     scale = tl.exp(best - shift)
     total = total * scale + tl.sum(weights, 1)
     acc = acc * scale[:, None]
-    if HALF and not EXACT:
-        acc = tl.dot(weights.to(tl.float16), values, acc)
-    else:
-        high, low = high_and_low(weights, HALF)
-        acc = times(high, low, values, acc, HALF)
+    high, low = high_and_low(weights, HALF)
+    acc = times(high, low, values, acc, HALF)
     return new_best, total, acc
 
 
@@ -212,7 +205,7 @@ def row_kernel(
         at = (place * tl.num_programs(1) + kv_head)[:, None] * D + i[None, :]
         keys = tl.load(key_pool + at)
         values = tl.load(value_pool + at)
-        best, total, acc = attend_tile(queries, low, keys, values, visible[None, :], best, total, acc, HALF, True)
+        best, total, acc = attend_tile(queries, low, keys, values, visible[None, :], best, total, acc, HALF)
     inside = head < GROUP
     heads = row * n_heads + kv_head * GROUP + head
     if TILES == 0:
@@ -281,80 +274,6 @@ def combine_kernel(
     tl.store(out + place * D + i, result)
 
 
-@triton.jit(do_not_specialize=["first", "n"])
-def chunk_kernel(
-    q,
-    gate,
-    key_pool,
-    value_pool,
-    positions,
-    blocks,
-    out,
-    first,
-    n,
-    q_row,
-    q_head,
-    gate_row,
-    gate_head,
-    scale,
-    GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    KEYS: tl.constexpr,
-    HALF: tl.constexpr,
-    GATED: tl.constexpr,
-):
-    """QUERIES rows of the span first .. first + n - 1, times GROUP heads (padded to HEADS) of a KV head, all keys."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
-    kv_head = tl.program_id(1)
-    n_heads = tl.num_programs(1) * GROUP
-    m = tl.arange(0, QUERIES * HEADS)
-    query = tile * QUERIES + m // HEADS
-    head = m % HEADS
-    inside = (query < n) & (head < GROUP)
-    row = (first + tl.minimum(query, n - 1)).to(tl.int64)
-    position = tl.load(positions + row).to(tl.int32)
-    i = tl.arange(0, D)
-    q_at = q + (row * q_row + (kv_head * GROUP + head) * q_head)[:, None] + i[None, :]
-    queries, low = high_and_low(tl.load(q_at, mask=inside[:, None], other=0.0) * scale, HALF)
-    best = tl.full([QUERIES * HEADS], -float("inf"), tl.float32)
-    total = tl.zeros([QUERIES * HEADS], tl.float32)
-    acc = tl.zeros([QUERIES * HEADS, D], tl.float32)
-    n_keys = tl.max(position, 0) + 1
-    for start in range(0, n_keys, KEYS):
-        tokens = start + tl.arange(0, KEYS)
-        place = key_places(tokens, tokens < n_keys, blocks, BLOCK_TOKENS)
-        at = (place * tl.num_programs(1) + kv_head)[:, None] * D + i[None, :]
-        keys = tl.load(key_pool + at)
-        values = tl.load(value_pool + at)
-        seen = tokens[None, :] <= position[:, None]
-        best, total, acc = attend_tile(queries, low, keys, values, seen, best, total, acc, HALF, False)
-    result = acc / total[:, None]
-    if GATED:
-        gate_at = gate + (row * gate_row + (kv_head * GROUP + head) * gate_head)[:, None] + i[None, :]
-        result = result * sigmoid_of(tl.load(gate_at, mask=inside[:, None], other=0.0))
-    tl.store(out + (row * n_heads + kv_head * GROUP + head)[:, None] * D + i[None, :], result, mask=inside[:, None])
-
-
-@dataclass(frozen=True)
-class ChunkTiling:
-    """Rows (queries times heads) and keys of a tile, warps, stages."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-
-
-def chunk_tiling(d: int, half: bool) -> ChunkTiling:
-    """The fixed tiling of a chunk's attention."""
-    if not half:
-        return ChunkTiling(rows=16, keys=16, warps=4, stages=1)
-    return ChunkTiling(rows=64, keys=32 if d > 128 else 64, warps=8, stages=2)
-
-
 def row_keys(d: int, half: bool) -> int:
     """Keys of a tile of a step's attention."""
     return 64 if half and d <= 128 else 32 if half else 16
@@ -391,33 +310,7 @@ def attend(
     strides = (q.stride(0), q.stride(1), gates.stride(0), gates.stride(1))
     is_step = n <= MAX_ROWS
     if not is_step and selected is None:
-        tiles = chunk_tiling(d, half)
-        heads = triton.next_power_of_2(group)
-        queries = max(1, tiles.rows // heads)
-        for i, s in enumerate(rows.spans):
-            chunk_kernel[(triton.cdiv(s.n, queries), n_kv)](
-                q,
-                gates,
-                kv.keys,
-                kv.values,
-                device.positions,
-                device.block_tables[i],
-                out,
-                s.first,
-                s.n,
-                *strides,
-                scale,
-                GROUP=group,
-                HEADS=heads,
-                QUERIES=queries,
-                D=d,
-                BLOCK_TOKENS=kv.block_tokens,
-                KEYS=tiles.keys,
-                HALF=half,
-                GATED=gate is not None,
-                num_warps=tiles.warps,
-                num_stages=tiles.stages,
-            )
+        attend_chunk(q, kv, rows=rows, gate=gate, scale=scale, out=out)
         return out
     keys = row_keys(d, half)
     ratio, n_select, most = 0, 0, rows.max_keys

@@ -5,10 +5,12 @@ Hazard: the sum is in ascending expert id, one float32 addition each, so pieces 
 neither piece, part, round, nor where an expert's bytes lie changes a bit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from makeway.gguf.types import GGMLType
@@ -18,6 +20,8 @@ from makeway.kernels.triton.sort import SortedPairs, combine
 from makeway.kernels.triton.unpack import PLANES
 
 SCRATCH_ALIGNMENT = 256
+
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -118,25 +122,23 @@ def run_piece(
     first: int,
     matrices: ExpertMatrices,
     scratch: SweepScratch,
-    counts: Sequence[int] | None = None,
+    counts: Callable[[], Ints] | None = None,
 ) -> None:
     """Add the outputs of experts first .. first + len(where) - 1 to `rows.acc`.
 
     room u8: the arena, in which expert first + i starts at byte where[i] (int64, multiples of 16; any value where
-    nobody chose the expert). counts: how many pairs each of these experts has, where the host knows it;
-    else there are as many launches as the worst routing needs, and those without rows end at once.
+    nobody chose the expert). counts: how many pairs each of these experts has, asked for as late as possible, where the
+    host can know it; else there are as many launches as the worst routing needs, and those without rows end at once.
     """
     n, top_k = rows.pairs.places.shape
     n_at_a_time = scratch.weights.shape[0]
     for at in range(0, where.shape[0], n_at_a_time):
         some = where[at : at + n_at_a_time]
         n_experts = some.shape[0]
-        n_pairs = n * min(top_k, n_experts) if counts is None else sum(counts[at : at + n_experts])
-        if n_pairs == 0:
-            continue
         begin = first + at
         counted = rows.pairs.offsets[begin : begin + n_experts + 1]
         gates, downs = _plain_weights(room, some, matrices, scratch, counted=counted)
+        n_pairs = n * min(top_k, n_experts) if counts is None else int(counts()[at : at + n_experts].sum())
         capacity = scratch.hidden.shape[0]
         for skip in range(0, n_pairs, capacity):
             part = Round(rows.pairs, begin, begin + n_experts, skip, capacity)

@@ -1,0 +1,217 @@
+"""Attention of a prompt's chunk over all keys of the paged KV cache, on tensor cores.
+
+Owns the tiling and the order of sums: key tiles lie at fixed places of a row's keys and are added in ascending order,
+so a row's bits depend on its own keys alone, not on the chunk. Never reads behind the block of a row's position.
+Hazard: every place of a block must hold a finite value; masked keys are multiplied by exact zeros.
+
+One program takes `rows` / heads consecutive rows of a span and one KV head, its heads side by side in one tile: first
+the tiles of keys that every row sees whole, without a mask, then the few that reach past the first row's position.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from makeway.kernels.rows import KVLayer, Rows
+from makeway.kernels.triton.small import sigmoid_of
+
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class ChunkTiling:
+    """Rows (queries times heads) and keys of a tile, warps, stages."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+EXACT = ChunkTiling(rows=16, keys=16, warps=4, stages=1)  # f32 keys
+AMPERE = {
+    False: ChunkTiling(rows=64, keys=64, warps=4, stages=2),
+    True: ChunkTiling(rows=64, keys=32, warps=8, stages=2),
+}
+HOPPER = {
+    False: ChunkTiling(rows=64, keys=64, warps=4, stages=3),
+    True: ChunkTiling(rows=128, keys=64, warps=8, stages=2),
+}
+
+
+def chunk_tiling(d: int, half: bool, device: torch.device) -> ChunkTiling:
+    """The fixed tiling, by head dimension, type of the keys and architecture; CPU tensors (Triton's interpreter) take
+    the smaller."""
+    if not half:
+        return EXACT
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return (HOPPER if is_hopper else AMPERE)[d > 128]
+
+
+@triton.jit
+def attend_tiles(
+    queries,
+    position,
+    keys,
+    values,
+    blocks,
+    start,
+    stop,
+    best,
+    total,
+    acc,
+    row_stride,
+    D: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """The online softmax over keys start .. stop - 1, tile by tile; keys and values point to the KV head of block 0."""
+    t = tl.arange(0, KEYS)
+    i = tl.arange(0, D)
+    for first in range(start, stop, KEYS):
+        if BLOCK_TOKENS % KEYS == 0:
+            block = tl.load(blocks + first // BLOCK_TOKENS).to(tl.int64)
+            base = (block * BLOCK_TOKENS + first % BLOCK_TOKENS) * row_stride
+            at = base + (t * row_stride)[:, None] + i[None, :]
+        else:
+            tokens = tl.minimum(first + t, stop - 1)
+            block = tl.load(blocks + tokens // BLOCK_TOKENS).to(tl.int64)
+            at = ((block * BLOCK_TOKENS + tokens % BLOCK_TOKENS) * row_stride)[:, None] + i[None, :]
+        k = tl.load(keys + at)
+        scores = tl.dot(queries, tl.trans(k), input_precision="ieee")
+        if MASKED:
+            scores = tl.where((first + t)[None, :] <= position[:, None], scores, -float("inf"))
+        new_best = tl.maximum(best, tl.max(scores, 1))  # every row sees the first key, so never -inf
+        weights = tl.exp2(scores - new_best[:, None])
+        scale = tl.exp2(best - new_best)
+        total = total * scale + tl.sum(weights, 1)
+        v = tl.load(values + at)
+        acc = tl.dot(weights.to(v.dtype), v, acc * scale[:, None], input_precision="ieee")
+        best = new_best
+    return best, total, acc
+
+
+@triton.jit(do_not_specialize=["first", "n"])
+def chunk_kernel(
+    q,
+    gate,
+    key_pool,
+    value_pool,
+    positions,
+    blocks,
+    out,
+    first,
+    n,
+    q_row,
+    q_head,
+    gate_row,
+    gate_head,
+    scale,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """QUERIES rows of the span first .. first + n - 1, times GROUP heads (padded to HEADS) of a KV head."""
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first
+    kv_head = tl.program_id(0)
+    n_kv = tl.num_programs(0)
+    m = tl.arange(0, QUERIES * HEADS)
+    query = tile * QUERIES + m // HEADS
+    head = m % HEADS
+    inside = (query < n) & (head < GROUP)
+    row = (first + tl.minimum(query, n - 1)).to(tl.int64)
+    before = tl.load(positions + first).to(tl.int32)  # rows of a span are consecutive tokens
+    position = before + tl.minimum(query, n - 1)
+    i = tl.arange(0, D)
+    q_at = q + (row * q_row + (kv_head * GROUP + head) * q_head)[:, None] + i[None, :]
+    queries = (tl.load(q_at, mask=inside[:, None], other=0.0) * scale).to(key_pool.dtype.element_ty)
+    best = tl.full([QUERIES * HEADS], -float("inf"), tl.float32)
+    total = tl.zeros([QUERIES * HEADS], tl.float32)
+    acc = tl.zeros([QUERIES * HEADS, D], tl.float32)
+    seen_by_all = (before + tile * QUERIES + 1) // KEYS * KEYS
+    seen_by_last = before + tl.minimum(tile * QUERIES + QUERIES, n)
+    keys = key_pool + kv_head * D
+    values = value_pool + kv_head * D
+    stride = n_kv * D
+    best, total, acc = attend_tiles(
+        queries, position, keys, values, blocks, 0, seen_by_all, best, total, acc, stride, D, BLOCK_TOKENS, KEYS, False
+    )
+    best, total, acc = attend_tiles(
+        queries,
+        position,
+        keys,
+        values,
+        blocks,
+        seen_by_all,
+        seen_by_last,
+        best,
+        total,
+        acc,
+        stride,
+        D,
+        BLOCK_TOKENS,
+        KEYS,
+        True,
+    )
+    result = acc / total[:, None]
+    if GATED:
+        gate_at = gate + (row * gate_row + (kv_head * GROUP + head) * gate_head)[:, None] + i[None, :]
+        result = result * sigmoid_of(tl.load(gate_at, mask=inside[:, None], other=0.0))
+    tl.store(
+        out + (row * (n_kv * GROUP) + kv_head * GROUP + head)[:, None] * D + i[None, :], result, mask=inside[:, None]
+    )
+
+
+def attend_chunk(
+    q: Tensor,
+    kv: KVLayer,
+    *,
+    rows: Rows,
+    gate: Tensor | None,
+    scale: float,
+    out: Tensor,
+    tiling: ChunkTiling | None = None,
+) -> None:
+    """Writes `out` f32 [n, heads, d]; arguments as of `attend`. `tiling`: another one than the table's."""
+    n_heads, d = q.shape[1:]
+    n_kv = kv.keys.shape[2]
+    group = n_heads // n_kv
+    tiles = tiling or chunk_tiling(d, kv.keys.dtype == torch.float16, q.device)
+    gates = q if gate is None else gate
+    heads = triton.next_power_of_2(group)
+    queries = max(1, tiles.rows // heads)
+    device = rows.on_device
+    for i, s in enumerate(rows.spans):
+        chunk_kernel[(n_kv, triton.cdiv(s.n, queries))](
+            q,
+            gates,
+            kv.keys,
+            kv.values,
+            device.positions,
+            device.block_tables[i],
+            out,
+            s.first,
+            s.n,
+            q.stride(0),
+            q.stride(1),
+            gates.stride(0),
+            gates.stride(1),
+            scale * LOG2_E,
+            GROUP=group,
+            HEADS=heads,
+            QUERIES=queries,
+            D=d,
+            BLOCK_TOKENS=kv.block_tokens,
+            KEYS=tiles.keys,
+            GATED=gate is not None,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )
