@@ -5,6 +5,7 @@ then steps accept anything from no draft to all of them.
 """
 
 import json
+from dataclasses import replace
 from importlib import resources
 
 import numpy as np
@@ -34,13 +35,13 @@ def guess(engine, truths, *, quality, seed=0):
     draft = step.draft
 
     def drafts(parts, states, *, ahead):
-        logits, states = draft(parts, states, ahead=ahead)
-        for row, (sequence, _) in zip(logits, parts, strict=True):
+        found = draft(parts, states, ahead=ahead)
+        for row, (sequence, _) in zip(found.logits, parts, strict=True):
             truth = next(truths[i] for i, s in loop._sequences.items() if s is sequence)
             at = sequence.length + ahead + 1
             is_right = at < len(truth) and rng.random() < quality
             row[truth[at] if is_right else int(rng.integers(len(row)))] = row.max() + 1
-        return logits, states
+        return replace(found, best=found.logits.argmax(dim=-1))
 
     step.draft = drafts
 
@@ -298,7 +299,7 @@ def test_an_answers_blocks_are_kept_and_the_block_goes_on_drafting_the_same():
 
             def spy(parts, states, *, ahead, step=step, draft=draft, rows=rows):
                 out = draft(step, parts, states, ahead=ahead)
-                rows.append(out[0].clone())
+                rows.append(out.logits.clone())
                 return out
 
             step.draft = spy
