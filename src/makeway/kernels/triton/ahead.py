@@ -1,0 +1,63 @@
+"""Compiling many kernels at once: what runs inside `compiling_ahead` launches no kernel that is not compiled yet.
+
+Owns the compiler's threads, while it is open. Never leaves a kernel behind that does nothing: at the end each is the
+compiled one, or, after a fault, unknown again.
+Hazard: what is computed inside is garbage, so nothing may be read from it, and nothing may depend on its values.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from triton import AsyncCompileMode
+
+MOST_THREADS = 16
+
+
+class _NotYet:
+    """Stands for a kernel that is being compiled: a launch of it does nothing."""
+
+    function = packed_metadata = None
+
+    def launch_metadata(self, *arguments: Any) -> None:
+        return None
+
+    def run(self, *arguments: Any) -> None:
+        return None
+
+
+class _Ahead(AsyncCompileMode):  # type: ignore[misc]
+    """Triton's mode for compiling in threads, in which a launch waits for its kernel; here it does not."""
+
+    def __init__(self, executor: ThreadPoolExecutor) -> None:
+        super().__init__(executor)
+        self._jobs: dict[Any, Future[Any]] = {}
+        self._ends: list[tuple[Callable[[Any], None], Future[Any]]] = []
+
+    def submit(self, key: Any, compile_one: Callable[[], Any], finish: Callable[[Any], None], *_: Any) -> _NotYet:
+        """`finish(kernel)` makes the kernel known; several launches may share a key, each with its own `finish`."""
+        if key not in self._jobs:
+            self._jobs[key] = self.executor.submit(compile_one)
+        self._ends.append((finish, self._jobs[key]))
+        return _NotYet()
+
+    def __exit__(self, *fault: Any) -> None:
+        super().__exit__(*fault)
+        faults = []
+        for finish, job in self._ends:
+            fault_of_one = job.exception()
+            finish(None if fault_of_one else job.result())  # None: the next launch compiles it again
+            if fault_of_one:
+                faults.append(fault_of_one)
+        if faults and fault[0] is None:
+            raise faults[0]
+
+
+@contextmanager
+def compiling_ahead() -> Iterator[None]:
+    """Kernels that are launched inside for the first time are not run; all of them are compiled at its end. Raises what
+    the compiler raises."""
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as executor, _Ahead(executor):
+        yield
