@@ -51,7 +51,7 @@ def test_every_copy_and_every_layer_is_seen_once(rig):
     mixers = [s.what for s in spans if s.what.startswith("mixer")]
     assert mixers.count("mixer: GDN") == len(facts.state_shapes) * n_chunks
     assert mixers.count("mixer: attention") == (facts.n_layers - len(facts.state_shapes)) * n_chunks
-    assert sum(s.what == "combine" for s in spans) == facts.n_layers * n_chunks
+    assert sum(s.what == "combine" for s in spans) == n_chunks, "mixers take in the sum of the layer before"
     assert sum(s.what == "experts: sort" for s in spans) == facts.n_layers
     assert all(s.seconds >= 0 for s in spans)
     assert [s.begin_s for s in spans] == sorted(s.begin_s for s in spans)

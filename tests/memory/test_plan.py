@@ -347,6 +347,22 @@ def test_a_chunk_or_sweep_given_is_reserved_first():
     assert plan_memory(facts, wide).prefill_layout(plan_memory(facts, wide).lend_for(20_000)).chunk == 8192
 
 
+def test_scratch_beside_the_arena_makes_chunks_longer():
+    facts = example_flash_next()
+    request = PlanRequest(24 * GIB, 65_536, ram_bytes=128 * GIB)
+
+    def chunks(request):
+        plan = plan_memory(facts, request)
+        return [plan.prefill_layout(plan.lend_for(n)).chunk for n in (3000, 40_000)]
+
+    assert chunks(request) == [2048, 2048]
+    fits = 5000 * facts.chunk_row_bytes
+    assert chunks(replace(request, scratch_bytes=fits)) == [3000, 4096]
+    assert chunks(replace(request, scratch_bytes=100 * fits)) == [3000, 8192]
+    assert chunks(replace(request, scratch_bytes=1000 * facts.chunk_row_bytes)) == [2048, 2048], "never shorter"
+    assert chunks(replace(request, scratch_bytes=fits, chunk=512)) == [512, 512]
+
+
 def test_flash_next_on_a_24_gib_card():
     """facts.md section 1: about 82 slots a layer; 8k lends ~19 %, 32k 26 %, 119k 50 %, 262k 89 %.
 

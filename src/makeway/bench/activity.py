@@ -217,9 +217,11 @@ class _WatchedModel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def mix(self, layer: int, h: Tensor, batch: Batch) -> tuple[Tensor, RoutedInput]:
+    def mix(
+        self, layer: int, h: Tensor, batch: Batch, *, before: RoutedInput | None = None
+    ) -> tuple[Tensor, RoutedInput]:
         with self._recorder.span(self._kinds[layer]):
-            return self._inner.mix(layer, h, batch)
+            return self._inner.mix(layer, h, batch, before=before)
 
     def combine(self, layer: int, h: Tensor, moe: RoutedInput) -> Tensor:
         with self._recorder.span("combine"):

@@ -29,17 +29,18 @@ SCRATCH_BYTES = 1 << 30  # activations between the kernels of a chunk, which tor
 @dataclass(frozen=True)
 class Numbers:
     """What a backend means for a plan: type of the KV cache unless asked for, bytes of a value of the residual and of
-    the input of a sweep's experts, and VRAM that stays unplanned."""
+    the input of a sweep's experts, VRAM that stays unplanned, and how much of it passes between a chunk's kernels."""
 
     kv_type: str
     residual_itemsize: int
     input_itemsize: int
     reserve_bytes: int
+    scratch_bytes: int = 0
 
 
 CPU_NUMBERS = Numbers("f32", 4, 4, 0)
 GPU_REFERENCE_NUMBERS = Numbers("f32", 4, 4, DEFAULT_RESERVE_BYTES + SCRATCH_BYTES)
-TRITON_NUMBERS = Numbers("f16", 4, 2, DEFAULT_RESERVE_BYTES + SCRATCH_BYTES)
+TRITON_NUMBERS = Numbers("f16", 4, 2, DEFAULT_RESERVE_BYTES + SCRATCH_BYTES, SCRATCH_BYTES)
 
 
 def plan_for(
@@ -77,6 +78,7 @@ def plan_for(
         uploads_per_layer=config.uploads_per_layer,
         kv_block_tokens=BLOCK_TOKENS,
         reserve_bytes=numbers.reserve_bytes,
+        scratch_bytes=numbers.scratch_bytes,
         prefix_bytes=DEFAULT_PREFIX_BYTES if config.prefix_ram is None else config.prefix_ram,
     )
     if vram_bytes is None:

@@ -96,7 +96,7 @@ class SweepBuffers:
         """Keep what the experts of a layer need of a chunk."""
         self.x[rows] = moe.x
         self.acc[rows] = moe.acc
-        self.ids[rows] = moe.ids.to(torch.int32)
+        self.ids[rows] = moe.ids
         self.weights[rows] = moe.weights
         if self.inject is not None:
             assert moe.inject is not None
@@ -177,7 +177,8 @@ class Sweep:
         return self.buffers.residual[part.rows]
 
     def steps(self) -> Iterator[None]:
-        """Runs the sweep; one unit of work for each `next`."""
+        """Runs the sweep; one unit of work for each `next`. The sum of a layer's experts is taken in by the mixer
+        behind it."""
         model, buffers = self._model, self.buffers
         n_layers = model.facts.n_layers
         for _, rows, batch in self._live_chunks():
@@ -186,7 +187,8 @@ class Sweep:
         for layer in range(n_layers):
             for part, rows, batch in self._chunks:
                 if self._is_live(part):
-                    h, moe = model.mix(layer, buffers.residual[rows], batch)
+                    before = buffers.routed(rows) if layer else None
+                    h, moe = model.mix(layer, buffers.residual[rows], batch, before=before)
                     buffers.residual[rows] = h
                     buffers.put(rows, moe)
                     if self._on_mixed is not None:
@@ -198,8 +200,9 @@ class Sweep:
                 self._routed = layer, HostCopy(buffers.ids[: self.n_tokens])
             self._announce(layer + 1)
             self._experts(layer, buffers.routed(slice(0, self.n_tokens)))
-            for _, rows, _ in self._live_chunks():
-                buffers.residual[rows] = model.combine(layer, buffers.residual[rows], buffers.routed(rows))
+            if layer == n_layers - 1:
+                for _, rows, _ in self._live_chunks():
+                    buffers.residual[rows] = model.combine(layer, buffers.residual[rows], buffers.routed(rows))
             self.n_done += 1
             if layer < n_layers - 1 or self._with_mtp:
                 yield

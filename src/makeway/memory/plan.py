@@ -207,7 +207,7 @@ class MemoryPlan:
             n_buffers=shape.n_buffers,
             buffer_bytes=shape.piece_experts * sizes.stride_bytes,
             piece_experts=shape.piece_experts,
-            chunk=min(shape.chunk, lending.sweep_tokens),
+            chunk=sizes.chunk(shape, lending.sweep_tokens),
             sweep_tokens=lending.sweep_tokens,
         )
 

@@ -24,6 +24,7 @@ SHORT_TOKENS = 256  # a prompt of so many tokens never needs a loan: the room is
 NEVER_TOKENS = 2048  # sweep length that `handover="never"` keeps room for, unless given
 TARGET_SWEEP_TOKENS = 32768  # a smaller chunk and ring are chosen before sweeps get shorter than this
 TILE_ROWS_PER_EXPERT = 256  # (token, expert) rows of MoE scratch per expert of a piece
+LONGEST_CHUNK = 8192  # tokens; beyond this nothing is gained
 SHORT_PIECE = 16  # experts of a piece when nothing is lent, if three such pieces are worth no more than a slot a layer
 DEFAULT_RESERVE_BYTES = 768 * MIB
 """VRAM left to the driver context, cuBLAS, graph pools and compiled kernels on a GPU (CPU: pass 0)."""
@@ -39,8 +40,9 @@ class PlanRequest:
     `context`: most tokens of one sequence, and of all KV together (one pool for all sequences).
     `chunk`, `slots` (per layer), `sweep_tokens`: explicit values are reserved before anything is chosen.
     `prefix_bytes` of RAM keep what earlier requests have read. `reserve_bytes` of VRAM and
-    `host_reserve_bytes` of RAM stay unplanned. `copy_all_tokens`: from so many tokens a sweep copies all
-    non-resident experts. `uploads_per_layer`: kept misses per layer and step,
+    `host_reserve_bytes` of RAM stay unplanned; `scratch_bytes` of the former are for what passes between the kernels of
+    a chunk, and let chunks be longer than the sweep's shape says. `copy_all_tokens`: from so many tokens a sweep copies
+    all non-resident experts. `uploads_per_layer`: kept misses per layer and step,
     so spares per set; two sets exist. `mtp`: the drafts come from the MTP block; without it they are guessed from the
     text, and the block is not loaded.
     """
@@ -61,6 +63,7 @@ class PlanRequest:
     copy_all_tokens: int | None = None
     prefix_bytes: int = DEFAULT_PREFIX_BYTES
     reserve_bytes: int = DEFAULT_RESERVE_BYTES
+    scratch_bytes: int = 0
     host_reserve_bytes: int = DEFAULT_HOST_RESERVE_BYTES
 
     def check(self, facts: PlanFacts) -> None:
@@ -280,6 +283,13 @@ class Sizes:
             chunk = min(self.request.chunk or shape.chunk, self.request.context)
             seen[SweepShape(chunk, min(shape.piece_experts, self.n_experts), shape.n_buffers)] = None
         return tuple(seen)
+
+    def chunk(self, shape: SweepShape, n_tokens: int) -> int:
+        """Tokens of a chunk in a sweep of `n_tokens`: as many as the shape says, or as the scratch beside the arena
+        holds, for fewer chunks decode fewer weights and launch fewer kernels; unless a number was asked for."""
+        fits = self.request.scratch_bytes // max(1, self.facts.chunk_row_bytes) if self.request.chunk is None else 0
+        longest = max(shape.chunk, min(LONGEST_CHUNK, 1 << fits.bit_length() >> 1))
+        return min(n_tokens, longest)
 
     def ring_bytes(self, shape: SweepShape) -> int:
         """The staging ring; at least the transient region when nothing is lent."""
