@@ -1,13 +1,22 @@
-"""Opening an engine for people: a bar while the experts load, then one line with what the plan chose.
+"""Opening an engine for people: bars while experts load and kernels compile, then one line with what the plan chose.
 
-Owns that bar and line. Never chooses anything. Hazard: everything goes to stderr; stdout is for answers.
+Owns those bars and that line. Never chooses anything. Hazard: everything goes to stderr; stdout is for answers.
 """
 
 from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from makeway.config import EngineConfig
 from makeway.engine import Engine
@@ -30,15 +39,34 @@ def load_engine(
         transient=True,
         disable=not console.is_terminal,
     )
-    with bar:
-        task = bar.add_task("experts", total=None)
+    compiling = Progress(
+        TextColumn("compiling kernels (minutes the first time)"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    task, passes = bar.add_task("experts", total=None), compiling.add_task("passes", total=None)
 
-        def progress(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-            if tell is not None:
-                tell(done, total)
+    def progress(done: int, total: int) -> None:
+        bar.update(task, completed=done, total=total)
+        if tell is not None:
+            tell(done, total)
 
-        engine = Engine.load(model, config, progress=progress)
+    def warming(done: int, total: int) -> None:
+        if done == 0:
+            bar.stop()
+            compiling.start()
+        compiling.update(passes, completed=done, total=total)
+
+    bar.start()
+    try:
+        engine = Engine.load(model, config, progress=progress, warming=warming)
+    finally:
+        bar.stop()
+        compiling.stop()
     console.print(chosen(engine), highlight=False, style="dim", soft_wrap=True)
     return engine
 

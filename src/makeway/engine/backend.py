@@ -62,7 +62,7 @@ class Graphs(Protocol):
         """The MTP block's keys and values, and no more."""
         ...
 
-    def warm_up(self, *, n_sequences: int, n_drafts: int) -> Iterator[tuple[int, int]]:
+    def warm_up(self, *, n_sequences: int, n_drafts: int, with_mtp: bool) -> Iterator[tuple[int, int]]:
         """Makes ready what so many answers with so many drafts each need; tells (done, in all) between."""
         ...
 

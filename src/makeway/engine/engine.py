@@ -41,9 +41,11 @@ class Engine:
         backend: Backend | None = None,
         rates: Rates | None = None,
         progress: Progress | None = None,
+        warming: Progress | None = None,
     ) -> None:
         """`source`: a path, or an open file, which the engine then closes. `device` and `backend` override what the
-        configuration says; `rates` of this machine for the plan; `progress(bytes done, bytes in all)` while loading."""
+        configuration says; `rates` of this machine for the plan; `progress(bytes done, bytes in all)` while loading,
+        `warming(done, in all)` while kernels are compiled."""
         self.config = config
         self._closed = False
         with ExitStack() as undo:
@@ -52,7 +54,15 @@ class Engine:
             self.tokenizer = Tokenizer.from_metadata(self._file.metadata, source=str(self._file.paths[0]))
             self.device = device or open_device(config.device, config.vram)
             backend = backend or open_backend(config.kernels, self.device)
-            self.memory = EngineMemory(self._file, backend, config, device=self.device, rates=rates, progress=progress)
+            self.memory = EngineMemory(
+                self._file,
+                backend,
+                config,
+                device=self.device,
+                rates=rates,
+                progress=progress,
+                warming=warming,
+            )
             undo.callback(self.memory.close)
             self._loop = Loop(self.memory, config)
             undo.pop_all()
@@ -63,10 +73,17 @@ class Engine:
         self._next_id = 0
 
     @classmethod
-    def load(cls, path: str | Path, config: EngineConfig | None = None, *, progress: Progress | None = None) -> Self:
+    def load(
+        cls,
+        path: str | Path,
+        config: EngineConfig | None = None,
+        *,
+        progress: Progress | None = None,
+        warming: Progress | None = None,
+    ) -> Self:
         """Opens a GGUF model; raises UserError when the file or the configuration cannot be used, OutOfPlan when it
         does not fit."""
-        return cls(Path(path), config or EngineConfig(), progress=progress)
+        return cls(Path(path), config or EngineConfig(), progress=progress, warming=warming)
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """Checked token ids of a prompt; raises UserError for an empty one, a bad id, or one that is too long."""

@@ -19,6 +19,7 @@ from makeway.device import zeros_and_copy
 from makeway.engine.backend import DraftOutputs, StepOutputs
 from makeway.experts.in_graph import DeviceExperts
 from makeway.kernels import DeviceRows, Rows, Weight
+from makeway.kernels.triton.ahead import compiling_ahead
 from makeway.kv import Batch, KVCache, StatePool
 from makeway.memory.facts import align_up
 from makeway.memory.workspace import Room
@@ -103,7 +104,7 @@ class _Captured(Generic[Out]):
     """A computation whose inputs and outputs have constant addresses: captured on CUDA, else run as it is."""
 
     def __init__(self, compute: Callable[[], Out], device: torch.device) -> None:
-        """Runs it once, which compiles its kernels; its inputs must be harmless (padding)."""
+        """Compiles its kernels and runs it once; its inputs must be harmless (padding)."""
         self._compute = compute
         self._graph: torch.cuda.CUDAGraph | None = None
         self._out: Out | None = None
@@ -112,6 +113,8 @@ class _Captured(Generic[Out]):
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
+            with compiling_ahead():
+                compute()
             compute()
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
@@ -267,13 +270,13 @@ class StepGraphs:
         """The MTP block's keys and values of a batch made on the host; states f32 [n, ...] of the places before."""
         self._remember(len(batch.host_tokens)).run(batch, states)
 
-    def warm_up(self, *, n_sequences: int, n_drafts: int) -> Iterator[tuple[int, int]]:
-        """Captures what `n_sequences` answers with `n_drafts` drafts each need, before the first of each; tells how
-        many of how many are done."""
+    def warm_up(self, *, n_sequences: int, n_drafts: int, with_mtp: bool) -> Iterator[tuple[int, int]]:
+        """Captures what `n_sequences` answers with `n_drafts` drafts each need, of the MTP block or only of the text;
+        tells before each, and at the end, how many of how many are done."""
         wanted: list[Callable[[], object]] = [lambda: self._step(n_sequences, keeps_rows=False)]
         if n_drafts:
             wanted.append(lambda: self._step(n_sequences * (1 + n_drafts), keeps_rows=True))
-        if self._passes.model.draft_lookups and n_drafts:
+        if with_mtp:
             wanted.append(lambda: self._draft(n_sequences))
             wanted.append(lambda: self._remember(min(BUCKETS[-1], n_sequences * n_drafts)))
         for i, capture in enumerate(wanted):

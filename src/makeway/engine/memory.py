@@ -47,8 +47,10 @@ class EngineMemory:
         device: Device,
         rates: Rates | None = None,
         progress: Progress | None = None,
+        warming: Progress | None = None,
     ) -> None:
-        """Loads the weights; `progress(bytes done, bytes in all)` while the experts are read. `rates` of this machine
+        """Loads the weights and captures the passes that one answer needs; `progress(bytes done, bytes in all)` while
+        the experts are read, `warming(passes done, passes in all)` while passes are captured. `rates` of this machine
         for the plan. Raises UserError, OutOfPlan, EngineFailed; nothing stays allocated then."""
         self.device, self.ops, self._file, self._config = device, backend.ops, file, config
         self._backend = backend
@@ -75,6 +77,11 @@ class EngineMemory:
         try:
             self.swing = self._new_swing()
             self.graphs = self._new_graphs()
+            if self.graphs is not None:
+                n_drafts, with_mtp = self.plan.request.drafts, self.plan.sizes.with_mtp
+                for done, total in self.graphs.warm_up(n_sequences=1, n_drafts=n_drafts, with_mtp=with_mtp):
+                    if warming is not None:
+                        warming(done, total)
         except BaseException:
             self.store.close()
             raise
