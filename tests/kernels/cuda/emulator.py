@@ -178,4 +178,4 @@ def _compile(compiler, place, files, *, program):
     ]
     for command in commands:
         done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-6000:]
+        assert done.returncode == 0, done.stderr[:6000]

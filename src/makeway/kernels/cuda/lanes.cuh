@@ -12,7 +12,7 @@ typedef short i16;
 typedef int i32;
 typedef long long i64;
 
-#define KERNEL(threads) __global__ void __launch_bounds__(threads)
+#define KERNEL(...) __global__ void __launch_bounds__(__VA_ARGS__)  // threads of a block, and blocks of a multiprocessor
 #define DEVICE __device__ __forceinline__
 
 // Where this thread is. Blocks have one dimension.
@@ -100,6 +100,15 @@ DEVICE u32 sub_bf16(u32 a, u32 b) {  // both halves of a word: a - b, as a + b *
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(difference) : "r"(b), "r"(0xBF80BF80u), "r"(a));
     return difference;
 }
+DEVICE u32 and_or(u32 a, u32 mask, u32 base) {  // a & mask | base, in one instruction
+    u32 value;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(value) : "r"(a), "r"(mask), "r"(base));
+    return value;
+}
+DEVICE u32 in_register(u32 constant) {  // an instruction has room for one constant: this one does not take it
+    asm("mov.b32 %0, %0;" : "+r"(constant));
+    return constant;
+}
 DEVICE int count_ones(u32 bits) { return __popc(bits); }
 DEVICE int lowest_one(u32 bits) { return __ffs(static_cast<int>(bits)) - 1; }
 DEVICE float exp_of(float x) { return expf(x); }
@@ -111,10 +120,11 @@ DEVICE bool arrived_last(i32* counter, i32 n) {
     __syncthreads();
     int last = 0;
     if (threadIdx.x == 0) {
-        __threadfence();
-        last = atomicAdd(counter, 1) == n - 1;
+        int before;
+        asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;"
+                     : "=r"(before) : "l"(__cvta_generic_to_global(counter)) : "memory");
+        last = before == n - 1;
         if (last) *counter = 0;
-        __threadfence();
     }
     return __syncthreads_or(last);
 }

@@ -28,7 +28,7 @@ template <class T> constexpr T max(T a, T b) { return a < b ? b : a; }
 #define __device__
 #define __constant__ static
 #define __forceinline__ inline
-#define KERNEL(threads) void
+#define KERNEL(...) void
 #define DEVICE inline
 
 DEVICE int thread_x() { return emulated::block.current; }
@@ -84,23 +84,25 @@ DEVICE void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     warp.in[self][5] = b1;
     memcpy(&warp.in[self][6], c, 16);
     emulated::meet_warp("mma_bf16", [](emulated::Warp& w) {
-        float left[16][16], right[8][16];  // [row][k], [column][k]
+        typedef double Eight __attribute__((vector_size(64)));  // one for each column
+        double left[16][16];                                    // [row][k]
+        Eight right[16], sums[16];                              // [k], [row]
         for (int lane = 0; lane < 32; lane++) {
             int g = lane / 4, t = lane % 4;
             for (int half = 0; half < 2; half++) {
                 for (int i = 0; i < 4; i++)
                     left[g + i % 2 * 8][2 * t + i / 2 * 8 + half] = bf16_to_float(w.in[lane][i] >> (16 * half) & 0xffff);
                 for (int i = 0; i < 2; i++)
-                    right[g][2 * t + i * 8 + half] = bf16_to_float(w.in[lane][4 + i] >> (16 * half) & 0xffff);
+                    right[2 * t + i * 8 + half][g] = bf16_to_float(w.in[lane][4 + i] >> (16 * half) & 0xffff);
             }
         }
         for (int lane = 0; lane < 32; lane++)
-            for (int i = 0; i < 4; i++) {
-                int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-                double sum = as_float(w.in[lane][6 + i]);
-                for (int k = 0; k < 16; k++) sum += left[row][k] * right[column][k];  // a product is exact in f32
-                w.out[lane][i] = as_u32(static_cast<float>(sum));
-            }
+            for (int i = 0; i < 4; i++) sums[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2] = as_float(w.in[lane][6 + i]);
+        for (int row = 0; row < 16; row++)
+            for (int k = 0; k < 16; k++) sums[row] += left[row][k] * right[k];
+        for (int lane = 0; lane < 32; lane++)
+            for (int i = 0; i < 4; i++)
+                w.out[lane][i] = as_u32(static_cast<float>(sums[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2]));
     });
     memcpy(c, &warp.out[self][0], 16);
 }
