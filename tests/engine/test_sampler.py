@@ -169,3 +169,8 @@ def test_the_best_tokens_are_those_of_a_full_sort():
     for n in (1, 7, 64, 500):
         values = rng.integers(0, 30, 500).astype(np.float64)
         assert sampler._best(values, n).tolist() == np.argsort(-values, kind="stable")[:n].tolist()
+    for n in (1, 5, 20, 1024):
+        for allowed in (6007, 900, 3):  # a mask leaves -inf
+            values = np.round(rng.normal(0, 3, 6007), 1)
+            values[rng.permutation(6007)[allowed:]] = -np.inf
+            assert sampler._best(values, n).tolist() == np.argsort(-values, kind="stable")[:n].tolist()
