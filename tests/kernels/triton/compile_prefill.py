@@ -108,16 +108,22 @@ def attention_cases(tiles: gemm.Tiles) -> Iterator[Case]:
             "num_warps": tiling.warps,
             "num_stages": tiling.stages,
         }
-        types = {
-            "q": F32,
-            "gate": F32,
-            "key_pool": kind,
-            "value_pool": kind,
-            "positions": I64,
-            "blocks": I32,
-            "out": F32,
-        }
+        pools = {"key_pool": kind, "value_pool": kind, "positions": I64, "selected": I32, "row_segment": I32}
+        types = {**pools, "q": F32, "gate": F32, "blocks": I32, "block_tables": I32, "out": F32}
         yield Case(f"attention {d} {kind}", attend_chunk.chunk_kernel, types, constants)
+        few = attend_chunk.selected_tiling(d, kind != F32)
+        constants = {
+            "GROUP": group,
+            "M": 16,
+            "D": d,
+            "BLOCK_TOKENS": 64,
+            "RATIO": 4,
+            "KEYS": few.keys,
+            "GATED": True,
+            "num_warps": few.warps,
+            "num_stages": few.stages,
+        }
+        yield Case(f"selected keys {d} {kind}", attend_chunk.selected_kernel, types, constants)
 
 
 def cases(tiles: gemm.Tiles, *, every: bool) -> Iterator[Case]:

@@ -40,12 +40,11 @@ def attention() -> Iterator[Case]:
         for kind in ("fp16", "fp32"):
             half, types = kind == "fp16", _pools(kind)
             keys = attend.row_keys(d, half)
-            common = {"GROUP": group, "D": d, "BLOCK_TOKENS": 64, "HALF": half, "GATED": True}
+            common = {"GROUP": group, "D": d, "BLOCK_TOKENS": 64, "HALF": half}
             row = {**common, "M": 16, "KEYS": keys, "num_warps": 4, "num_stages": 2}
             for ratio, split in ((0, attend.SPLIT_KEYS), (4, attend.SPLIT_SELECTED)):
-                for tiles in (0, split // keys):
-                    constants = {**row, "RATIO": ratio, "TILES": tiles}
-                    yield f"row {d} {kind} {ratio} {tiles}", attend.row_kernel, constants, types
+                constants = {**row, "RATIO": ratio, "TILES": split // keys}
+                yield f"row {d} {kind} {ratio}", attend.row_kernel, constants, types
         heads = {"HEADS": 2 * group, "KV_HEADS": 2, "D": d, "PADDED": d, "HALF": 32, "BLOCK_TOKENS": 64}
         types = {**_pools("fp16"), "q_gamma": "*fp32", "k_gamma": "*fp32"}
         yield f"attend input {d}", attend_input.attend_input_kernel, {**heads, "num_warps": 1}, types

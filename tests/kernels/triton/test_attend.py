@@ -64,7 +64,8 @@ def test_selected_keys(dtype, sizes, device):
     out = attend(
         padded(q, more).to(device), copied(kv, device), rows=rows.fixed, selected=padded(selected, more, -1).to(device)
     )
-    torch.testing.assert_close(out[:n].cpu(), expected, rtol=1e-5, atol=1e-5)
+    limit = 2e-3 if dtype == torch.float16 and sizes is CHUNK else 1e-5
+    torch.testing.assert_close(out[:n].cpu(), expected, rtol=limit, atol=limit)
 
 
 def test_a_row_has_the_same_bits_alone_in_company_and_under_a_larger_plan(device):

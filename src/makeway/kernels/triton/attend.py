@@ -5,8 +5,7 @@ added in ascending order, so a row's bits depend on its own keys alone. Never re
 Hazard: every place of a block must hold a finite value; masked keys are multiplied by exact zeros.
 
 A step (at most MAX_ROWS rows): one program for each row, KV head and split of its keys, then one for each row and head
-that adds the splits. A chunk, all keys: `attend_chunk`. A chunk, selected keys: as a step, but one program takes all
-keys of a row.
+that adds the splits. A chunk: `attend_chunk`.
 """
 
 import torch
@@ -15,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from makeway.kernels.rows import KVLayer, Rows
-from makeway.kernels.triton.attend_chunk import attend_chunk
+from makeway.kernels.triton.attend_chunk import attend_chunk, attend_selected
 from makeway.kernels.triton.linear import MAX_ROWS
 from makeway.kernels.triton.small import sigmoid_of
 
@@ -136,20 +135,16 @@ def key_places(tokens, visible, blocks, BLOCK_TOKENS: tl.constexpr):
 @triton.jit
 def row_kernel(
     q,
-    gate,
     key_pool,
     value_pool,
     selected,
     positions,
     row_segment,
     block_tables,
-    out,
     parts,
     sums,
     q_row,
     q_head,
-    gate_row,
-    gate_head,
     table_stride,
     n_select,
     scale,
@@ -161,12 +156,11 @@ def row_kernel(
     KEYS: tl.constexpr,
     TILES: tl.constexpr,
     HALF: tl.constexpr,
-    GATED: tl.constexpr,
 ):
-    """One split (TILES key tiles; 0: all of them) of the keys that a row's GROUP heads of a KV head see.
+    """One split (TILES key tiles) of the keys that a row's GROUP heads of a KV head see.
 
     RATIO 0: token t is key t. Else key e is token e % RATIO of the block number e // RATIO of the row's choice, the
-    incomplete block coming last. With TILES 0 `out` [n, heads, D] is written, else the split's parts.
+    incomplete block coming last.
     """
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -190,9 +184,7 @@ def row_kernel(
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, D], tl.float32)
     first = split * TILES
-    last = tl.cdiv(n_keys, KEYS)
-    if TILES > 0:
-        last = tl.minimum(first + TILES, last)
+    last = tl.minimum(first + TILES, tl.cdiv(n_keys, KEYS))
     for tile in range(first, last):
         e = tile * KEYS + tl.arange(0, KEYS)
         visible = e < n_keys
@@ -208,17 +200,10 @@ def row_kernel(
         best, total, acc = attend_tile(queries, low, keys, values, visible[None, :], best, total, acc, HALF)
     inside = head < GROUP
     heads = row * n_heads + kv_head * GROUP + head
-    if TILES == 0:
-        result = acc / total[:, None]
-        if GATED:
-            gate_at = gate + row * gate_row + (kv_head * GROUP + head[:, None]) * gate_head + i[None, :]
-            result = result * sigmoid_of(tl.load(gate_at, mask=inside[:, None], other=0.0))
-        tl.store(out + heads[:, None] * D + i[None, :], result, mask=inside[:, None])
-    else:
-        place = heads * tl.num_programs(0) + split
-        tl.store(parts + place[:, None] * D + i[None, :], acc, mask=inside[:, None])
-        tl.store(sums + place * 2, best, mask=inside)
-        tl.store(sums + place * 2 + 1, total, mask=inside)
+    place = heads * tl.num_programs(0) + split
+    tl.store(parts + place[:, None] * D + i[None, :], acc, mask=inside[:, None])
+    tl.store(sums + place * 2, best, mask=inside)
+    tl.store(sums + place * 2 + 1, total, mask=inside)
 
 
 @triton.jit
@@ -308,9 +293,12 @@ def attend(
     device, group, half = rows.on_device, n_heads // n_kv, kv.keys.dtype == torch.float16
     gates = q if gate is None else gate
     strides = (q.stride(0), q.stride(1), gates.stride(0), gates.stride(1))
-    is_step = n <= MAX_ROWS
-    if not is_step and selected is None:
+    if n > MAX_ROWS and selected is None:
         attend_chunk(q, kv, rows=rows, gate=gate, scale=scale, out=out)
+        return out
+    if n > MAX_ROWS:
+        assert selected is not None
+        attend_selected(q, kv, rows=rows, selected=selected, gate=gate, scale=scale, out=out)
         return out
     keys = row_keys(d, half)
     ratio, n_select, most = 0, 0, rows.max_keys
@@ -320,25 +308,21 @@ def attend(
         ratio, n_select = kv.indexer[2], selected.shape[1]
         most = min(most, n_select * ratio + ratio - 1)
     split_keys = SPLIT_SELECTED if ratio else SPLIT_KEYS
-    n_splits = triton.cdiv(most, split_keys) if is_step else 1
-    parts = torch.empty((n, n_heads, n_splits, d) if is_step else (1,), dtype=torch.float32, device=q.device)
-    sums = torch.empty((n, n_heads, n_splits, 2) if is_step else (1,), dtype=torch.float32, device=q.device)
+    n_splits = triton.cdiv(most, split_keys)
+    parts = torch.empty((n, n_heads, n_splits, d), dtype=torch.float32, device=q.device)
+    sums = torch.empty((n, n_heads, n_splits, 2), dtype=torch.float32, device=q.device)
     row_kernel[(n_splits, n_kv, n)](
         q,
-        gates,
         kv.keys,
         kv.values,
         device.positions if selected is None else selected,
         device.positions,
         device.row_segment,
         device.block_tables,
-        out,
         parts,
         sums,
         strides[0],
         strides[1],
-        strides[2],
-        strides[3],
         device.block_tables.stride(0),
         n_select,
         scale,
@@ -348,29 +332,27 @@ def attend(
         BLOCK_TOKENS=kv.block_tokens,
         RATIO=ratio,
         KEYS=keys,
-        TILES=split_keys // keys if is_step else 0,
+        TILES=split_keys // keys,
         HALF=half,
-        GATED=gate is not None and not is_step,
         num_warps=4,
         num_stages=2,
     )
-    if is_step:
-        combine_kernel[(n_heads, n)](
-            gates,
-            parts,
-            sums,
-            device.positions,
-            device.row_segment,
-            out,
-            strides[2],
-            strides[3],
-            n_splits,
-            n_select,
-            D=d,
-            RATIO=ratio,
-            SPLIT=split_keys,
-            AT_ONCE=COMBINE_SPLITS,
-            GATED=gate is not None,
-            num_warps=4,
-        )
+    combine_kernel[(n_heads, n)](
+        gates,
+        parts,
+        sums,
+        device.positions,
+        device.row_segment,
+        out,
+        strides[2],
+        strides[3],
+        n_splits,
+        n_select,
+        D=d,
+        RATIO=ratio,
+        SPLIT=split_keys,
+        AT_ONCE=COMBINE_SPLITS,
+        GATED=gate is not None,
+        num_warps=4,
+    )
     return out

@@ -1,11 +1,12 @@
-"""Attention of a prompt's chunk over all keys of the paged KV cache, on tensor cores.
+"""Attention of a prompt's chunk over the paged KV cache, on tensor cores: all keys, or selected blocks of keys.
 
 Owns the tiling and the order of sums: key tiles lie at fixed places of a row's keys and are added in ascending order,
 so a row's bits depend on its own keys alone, not on the chunk. Never reads behind the block of a row's position.
 Hazard: every place of a block must hold a finite value; masked keys are multiplied by exact zeros.
 
-One program takes `rows` / heads consecutive rows of a span and one KV head, its heads side by side in one tile: first
-the tiles of keys that every row sees whole, without a mask, then the few that reach past the first row's position.
+All keys: one program takes `rows` / heads consecutive rows of a span and one KV head, its heads side by side in one
+tile: first the tiles of keys that every row sees whole, without a mask, then the few that reach past the first row's
+position. Selected keys: one program takes one row, for rows choose differently.
 """
 
 from dataclasses import dataclass
@@ -215,3 +216,140 @@ def attend_chunk(
             num_warps=tiles.warps,
             num_stages=tiles.stages,
         )
+
+
+@dataclass(frozen=True)
+class SelectedTiling:
+    """Keys of a tile, warps, stages."""
+
+    keys: int
+    warps: int
+    stages: int
+
+
+def selected_tiling(d: int, half: bool) -> SelectedTiling:
+    """The fixed tiling, by head dimension and type of the keys."""
+    if not half:
+        return SelectedTiling(keys=16, warps=4, stages=1)
+    return SelectedTiling(keys=64 if d <= 128 else 32, warps=4, stages=2)
+
+
+@triton.jit
+def selected_kernel(
+    q,
+    gate,
+    key_pool,
+    value_pool,
+    selected,
+    positions,
+    row_segment,
+    block_tables,
+    out,
+    q_row,
+    q_head,
+    gate_row,
+    gate_head,
+    table_stride,
+    n_select,
+    scale,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    RATIO: tl.constexpr,
+    KEYS: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """A row's GROUP heads of a KV head: key e is token e % RATIO of the block number e // RATIO of the row's choice,
+    the incomplete block coming last."""
+    kv_head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    n_kv = tl.num_programs(0)
+    position = tl.load(positions + row).to(tl.int32)
+    n_complete = (position + 1) // RATIO
+    n_chosen = tl.minimum(n_complete, n_select)
+    n_keys = n_chosen * RATIO + (position + 1) % RATIO
+    head = tl.arange(0, M)
+    i = tl.arange(0, D)
+    inside = head < GROUP
+    q_at = q + row * q_row + ((kv_head * GROUP + head) * q_head)[:, None] + i[None, :]
+    queries = (tl.load(q_at, mask=inside[:, None], other=0.0) * scale).to(key_pool.dtype.element_ty)
+    blocks = block_tables + tl.load(row_segment + row).to(tl.int64) * table_stride
+    chosen = selected + row * n_select
+    keys = key_pool + kv_head * D
+    values = value_pool + kv_head * D
+    best = tl.full([M], -float("inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, D], tl.float32)
+    for first in range(0, n_keys, KEYS):
+        e = tl.minimum(first + tl.arange(0, KEYS), n_keys - 1)
+        number = e // RATIO
+        token = tl.where(number < n_chosen, tl.load(chosen + tl.minimum(number, n_select - 1)), n_complete) * RATIO
+        token += e % RATIO
+        block = tl.load(blocks + token // BLOCK_TOKENS).to(tl.int64)
+        at = ((block * BLOCK_TOKENS + token % BLOCK_TOKENS) * (n_kv * D))[:, None] + i[None, :]
+        k = tl.load(keys + at)
+        scores = tl.dot(queries, tl.trans(k), input_precision="ieee")
+        scores = tl.where((first + tl.arange(0, KEYS) < n_keys)[None, :], scores, -float("inf"))
+        new_best = tl.maximum(best, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_best[:, None])
+        scale_down = tl.exp2(best - new_best)
+        total = total * scale_down + tl.sum(weights, 1)
+        v = tl.load(values + at)
+        acc = tl.dot(weights.to(v.dtype), v, acc * scale_down[:, None], input_precision="ieee")
+        best = new_best
+    result = acc / total[:, None]
+    if GATED:
+        gate_at = gate + row * gate_row + ((kv_head * GROUP + head) * gate_head)[:, None] + i[None, :]
+        result = result * sigmoid_of(tl.load(gate_at, mask=inside[:, None], other=0.0))
+    out_at = out + (row * (n_kv * GROUP) + kv_head * GROUP + head)[:, None] * D + i[None, :]
+    tl.store(out_at, result, mask=inside[:, None])
+
+
+def attend_selected(
+    q: Tensor,
+    kv: KVLayer,
+    *,
+    rows: Rows,
+    selected: Tensor,
+    gate: Tensor | None,
+    scale: float,
+    out: Tensor,
+    tiling: SelectedTiling | None = None,
+) -> None:
+    """Writes `out` f32 [n, heads, d]; arguments as of `attend`, no padding rows. `tiling`: another than the table's."""
+    assert selected.is_contiguous()
+    assert selected.dtype == torch.int32
+    n, n_heads, d = q.shape
+    n_kv = kv.keys.shape[2]
+    group = n_heads // n_kv
+    tiles = tiling or selected_tiling(d, kv.keys.dtype == torch.float16)
+    gates = q if gate is None else gate
+    device = rows.on_device
+    selected_kernel[(n_kv, n)](
+        q,
+        gates,
+        kv.keys,
+        kv.values,
+        selected,
+        device.positions,
+        device.row_segment,
+        device.block_tables,
+        out,
+        q.stride(0),
+        q.stride(1),
+        gates.stride(0),
+        gates.stride(1),
+        device.block_tables.stride(0),
+        selected.shape[1],
+        scale * LOG2_E,
+        GROUP=group,
+        M=max(16, triton.next_power_of_2(group)),
+        D=d,
+        BLOCK_TOKENS=kv.block_tokens,
+        RATIO=kv.indexer[2],
+        KEYS=tiles.keys,
+        GATED=gate is not None,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
