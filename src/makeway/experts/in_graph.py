@@ -68,11 +68,13 @@ class StepTables:
 
     def end_step(self) -> None:
         """The report is here: count, mark the spares that were filled, and leave the decision for the next step."""
-        routed, fetched = self._routed.numpy(), self._fetched.numpy().copy()
-        n_layers, most_rows, _ = routed.shape
-        routed = np.where((np.arange(most_rows) < self.n_rows[:, None])[:, :, None], routed, NONE)
+        n_layers, most = len(self.n_rows), int(self.n_rows.max())
+        routed = self._routed.numpy()[:, :most].astype(np.int64)
+        if (self.n_rows < most).any():
+            routed[np.arange(most) >= self.n_rows[:, None]] = NONE
+        routed = routed.reshape(n_layers, -1)
+        fetched = self._fetched.numpy().copy()
         fetched[self.n_rows == 0] = NONE  # a layer that did not run reports what it did before
-        routed = routed.reshape(n_layers, -1).astype(np.int64)
         self._count(routed)
         layers, spares = np.nonzero(fetched != NONE)
         table = self.cache.table
@@ -82,12 +84,13 @@ class StepTables:
 
     def _count(self, routed: NDArray[np.int64]) -> None:
         """Hits and misses of ids [layers, any], each expert once a layer, by the table that the step was told."""
-        counters, told = self.cache.counters, self._slot_of.numpy()
-        used = np.zeros(told.shape, dtype=np.bool_)
+        counters, table = self.cache.counters, self.cache.table
         layers, places = np.nonzero(routed >= 0)
-        used[layers, routed[layers, places]] = True
-        hits = (used & (told != NONE)).sum(axis=1)
-        misses = used.sum(axis=1) - hits
+        used = np.unique(layers * table.n_experts + routed[layers, places])
+        is_hit = self._slot_of.numpy().reshape(-1)[used] != NONE
+        layers = used // table.n_experts
+        hits = np.bincount(layers[is_hit], minlength=table.n_layers)
+        misses = np.bincount(layers[~is_hit], minlength=table.n_layers)
         missed_bytes = int((misses * (-(-self._expert_bytes // 16) * 16)).sum())
         counters.hits += int(hits.sum())
         counters.misses += int(misses.sum())
