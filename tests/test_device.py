@@ -92,7 +92,7 @@ def test_values_on_their_way_to_the_host():
     copy = HostCopy(values)
     values.zero_()
     assert copy.is_there()
-    assert copy.get().tolist() == [0, 1, 2, 3, 4]
+    assert copy.get().tolist() == copy.take().tolist() == [0, 1, 2, 3, 4]
 
 
 def test_host_memory_is_zero_and_lives_as_long_as_a_view():

@@ -189,6 +189,11 @@ class HostCopy:
             self._event = None
         return self._values
 
+    def take(self) -> Tensor:
+        """As `get`, to be kept: in memory that is not pinned."""
+        values = self.get()
+        return values.clone() if values.is_pinned() else values
+
 
 class Device(Protocol):
     """One place that computes, its memory, and the link to it. Copies run beside the computation, in their own order.

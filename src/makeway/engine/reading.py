@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from makeway.device import HostCopy
 from makeway.engine.keeping import Point
 from makeway.engine.memory import EngineMemory
 from makeway.engine.prefill import OnMixed, OnRouted, Sweep, SweepBuffers, SweepPart
@@ -84,7 +85,9 @@ class Reading:
         self._readers: dict[int, Request] = {}  # by the first row of their part
         self._counts: dict[int, PromptCounts] = {}
         self.kept: list[Point] = []
-        self._captured: dict[tuple[int, int], RecurrentState] = {}  # by the first row of a part, and tokens of it
+        self._captured: dict[
+            tuple[int, int], dict[tuple[str, int], HostCopy]
+        ] = {}  # by first row of a part, and tokens
 
     def unit(self) -> list[Event]:
         """One unit of work, and the progress it made."""
@@ -156,7 +159,7 @@ class Reading:
             tokens = r.tokens[r.n_read : min(r.n_to_read, r.n_read + room - n_tokens)]
             if tokens:
                 cuts.append(self._cuts(r, len(tokens)))
-                self._captured |= {(n_tokens, n): RecurrentState({}) for n in cuts[-1]}
+                self._captured |= {(n_tokens, n): {} for n in cuts[-1]}
                 self._readers[n_tokens] = r
                 parts.append((self._sequences[r.id], tokens))
                 n_tokens += len(tokens)
@@ -205,13 +208,13 @@ class Reading:
         captured = self._captured.get((part.first, n))
         if captured is not None:
             tensors = part.sequence.state.tensors
-            captured.tensors.update({key: t.to("cpu", copy=True) for key, t in tensors.items() if key[1] == layer})
+            captured.update({key: HostCopy(t) for key, t in tensors.items() if key[1] == layer})
 
     def _keep(self, part: SweepPart, r: Request) -> None:
         """The cuts of a part that is read are complete."""
-        for (first, n), state in self._captured.items():
+        for (first, n), copies in self._captured.items():
             if first == part.first:
-                end = r.n_read + n
+                end, state = r.n_read + n, RecurrentState({key: copy.take() for key, copy in copies.items()})
                 windows = part.sequence.state.windows.items()
                 state.windows.update({layer: tuple(r.tokens[end - len(w) : end]) for layer, w in windows})
                 self.kept.append(Point(r, end, state))
