@@ -212,13 +212,8 @@ class Step:
         )
 
     def fetch(self, programs: int = step_plan.FETCH_PROGRAMS) -> None:
-        step_plan.fetch_missing(
-            self.buffers,
-            self.layer.store,
-            self.layer.arena,
-            n_bytes=self.layer.layout.expert_bytes,
-            programs=programs,
-        )
+        source = step_plan.Source(self.layer.store, self.layer.arena, self.layer.layout.expert_bytes)
+        step_plan.fetch_missing(self.buffers, source, programs=programs)
 
     def run(self, tilings: tuple[Tiling, Tiling] | None = None) -> None:
         layer = self.layer

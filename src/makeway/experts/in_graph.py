@@ -149,9 +149,11 @@ class DeviceExperts:
             transient_stride=plan.layers[layer].stride_bytes,
         )
         first_row = self._first_rows[first : first + 1] if isinstance(first, int) else first
-        step_plan.plan_step(
+        n_bytes = -(-stored.expert_bytes // 16) * 16
+        step_plan.plan_and_fetch(
             buffers,
             moe.ids,
+            source=step_plan.Source(stored.raw, self._arena, n_bytes),
             routing=moe.weights,
             slot_of=tables.slot_of[layer],
             wanted=tables.wanted[layer],
@@ -160,8 +162,6 @@ class DeviceExperts:
             report=step_plan.Report(first_row, tables.routed[layer], tables.fetched[layer]),
             live=live,
         )
-        n_bytes = -(-stored.expert_bytes // 16) * 16
-        step_plan.fetch_missing(buffers, stored.raw, self._arena, n_bytes=n_bytes)
         gate, up, down = stored.shapes
         layout = kernels.ExpertLayout(gate.type, up.type, down.type, gate.n_cols, gate.n_rows)
         kernels.run_experts(buffers, moe.x, self._arena, layout=layout, acc=moe.acc, scratch=self._scratch)

@@ -50,6 +50,9 @@ LONGS = ("slots_at", "slot_stride", "transient_at", "transient_stride")
 ANY_VALUE = ("n", "n_ids", "n_spares", "top_k")
 
 
+PLAN = {"N": 8, "HAS_LIVE": True, "WORDS": FETCH_WORDS, "num_warps": 8}
+
+
 def compiled(kernel: Any, constants: dict[str, Any], *, arch: int, types: dict[str, str] | None = None) -> Any:
     """The kernel for one specialisation, sizes and strides being multiples of 16; options stand among the constants."""
     known = {
@@ -115,13 +118,12 @@ def cases(every: bool) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, str
     """Name, kernel, constants, argument types. Small matrices unroll little, so that they compile quickly."""
     words = {"store": "*i32", "arena": "*i32"}
     yield "fetch", fetch_kernel, {"WORDS": FETCH_WORDS, "num_warps": 8}, words
-    yield "plan for 1 row", plan_kernel, {"PADDED": 16, "SPARES": 4, "N": 8, "HAS_LIVE": True, "num_warps": 8}, {}
+    yield "plan for 1 row", plan_kernel, {**PLAN, "PADDED": 16, "SPARES": 4, "FETCH": True}, words
     yield linear_case(GGMLType.Q8_0, 64, 64, 1)
     yield down_case(GGMLType.Q5_1, 32, 32)
     if not every:
         return
-    sizes = {"PADDED": 128, "SPARES": 8, "N": 8, "HAS_LIVE": True, "num_warps": 8}
-    yield "plan for 8 rows", plan_kernel, sizes, {}
+    yield "plan for 8 rows", plan_kernel, {**PLAN, "PADDED": 128, "SPARES": 8, "FETCH": False}, words
     yield "split", split_kernel, {"BLOCK": 1024, "num_warps": 4}, {"x": "*fp32", "out": "*bf16"}
     yield linear_case(GGMLType.Q6_K, 248320, 2560, 2)
     for kind in PLANES:

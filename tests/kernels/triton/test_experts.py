@@ -3,9 +3,10 @@ import torch
 
 from makeway.gguf.types import GGMLType
 from makeway.kernels import Weight
+from makeway.kernels.triton import step_plan
 from makeway.kernels.triton.experts import ExpertLayout, gate_up_tiling, run_experts
 from makeway.kernels.triton.linear import Scratch
-from makeway.kernels.triton.step_plan import Report, Rooms, StepBuffers, fetch_missing, plan_step
+from makeway.kernels.triton.step_plan import Report, Rooms, Source, StepBuffers, plan_and_fetch
 from makeway.kernels.triton.unpack import PLANES, planes_for
 from makeway.quants import decode_rows
 from tests.kernels.triton.blocks import random_weight
@@ -55,7 +56,7 @@ class Rig:
         acc = acc.to(device)
         fetched = torch.full((len(spares),), 99, dtype=torch.int32, device=device)
         first = torch.zeros(1, dtype=torch.int32, device=device)
-        plan_step(
+        plan_and_fetch(
             buffers,
             ids.to(device),
             routing=routing.to(device),
@@ -63,9 +64,9 @@ class Rig:
             wanted=wish.to(device),
             spares=torch.tensor(spares, dtype=torch.int32, device=device),
             rooms=self.rooms,
+            source=Source(self.store, self.arena, layout.expert_bytes),
             report=Report(first, torch.zeros((n, TOP_K), dtype=torch.int32, device=device), fetched),
         )
-        fetch_missing(buffers, self.store, self.arena, n_bytes=layout.expert_bytes)
         run_experts(buffers, x.to(device), self.arena, layout=layout, acc=acc, scratch=self.scratch)
         assert not self.scratch.counters.any()
         return acc.cpu(), fetched.cpu().tolist(), buffers
@@ -139,6 +140,22 @@ def test_fetched_bytes_are_those_of_the_store_and_nothing_else_changes(device):
         assert torch.equal(rig.arena[at : at + n_bytes].cpu(), rig.store[expert, :n_bytes])
         before[at : at + n_bytes] = rig.arena[at : at + n_bytes]
     assert torch.equal(rig.arena, before)
+
+
+def test_a_plan_that_fetches_does_what_a_plan_and_a_fetch_do(device, monkeypatch):
+    x, ids, routing = torch.zeros(2, LAYOUT.hidden), torch.tensor([[5, 1], [1, 6]]), torch.ones(2, TOP_K)
+    found = []
+    for alone in (2 * TOP_K, 0):
+        monkeypatch.setattr(step_plan, "ALONE_IDS", alone)
+        torch.manual_seed(1)
+        rig = Rig(LAYOUT, device)
+        rig.put(5, 1)
+        _, fetched, buffers = rig.step(x, ids, routing, wanted=(6,))
+        plan = [t.cpu() for t in (buffers.experts, buffers.offsets[:3], buffers.missing[:3], buffers.chosen_by[:3])]
+        found.append((fetched, rig.arena.cpu(), plan))
+    assert found[0][0] == found[1][0] == [6, -1]
+    assert torch.equal(found[0][1], found[1][1])
+    assert all(torch.equal(a, b) for a, b in zip(found[0][2], found[1][2], strict=True))
 
 
 def test_padding_rows_do_nothing(device):

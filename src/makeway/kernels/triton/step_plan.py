@@ -10,6 +10,7 @@ for all rows that chose it, so a miss crosses the link once and weights are read
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -19,7 +20,110 @@ from torch import Tensor
 from makeway.kernels.triton.linear import MAX_ROWS
 
 FETCH_PROGRAMS = 16  # per expert
+ALONE_IDS = 32  # of which each program finds the plan for itself
 FETCH_WORDS = 4096  # of 32 bits, in one turn of a program of 256 threads: four loads of 16 bytes each
+
+
+@triton.jit
+def find_entries(
+    ids,
+    live,
+    slot_of,
+    wanted,
+    spares,
+    n_ids,
+    top_k,
+    n_spares,
+    slots_at,
+    slot_stride,
+    transient_at,
+    transient_stride,
+    PADDED: tl.constexpr,
+    HAS_LIVE: tl.constexpr,
+):
+    """By place of `ids`: the expert (-1: none), whether the place is its first, the number of its entry, whether it is
+    missed, whether it takes a spare and which, and where its bytes are or go."""
+    i = tl.arange(0, PADDED)
+    mine = tl.load(ids + i, mask=i < n_ids, other=-1).to(tl.int32)
+    if HAS_LIVE:
+        mine = tl.where(tl.load(live + i // top_k, mask=i < n_ids, other=-1) >= 0, mine, -1)
+    valid = mine >= 0
+    # row j of each matrix below: the id j as seen from the id i; sums over axis 0 stay within threads
+    other = mine[:, None]
+    same = (other == mine[None, :]) & valid[:, None]
+    first = valid & (tl.sum((same & (i[:, None] < i[None, :])).to(tl.int32), 0) == 0)
+    below = other < mine[None, :]
+    entry = tl.sum((below & first[:, None]).to(tl.int32), 0)
+    slot = tl.load(slot_of + mine, mask=first, other=0).to(tl.int64)
+    misses = first & (slot < 0)
+    hopes = misses & (tl.load(wanted + mine, mask=misses, other=0) != 0)
+    spare = tl.sum((below & hopes[:, None]).to(tl.int32), 0)
+    kept = hopes & (spare < n_spares)
+    passing = misses & (kept == 0)
+    place = tl.sum((below & passing[:, None]).to(tl.int32), 0).to(tl.int64)
+    spare_slot = tl.load(spares + spare, mask=kept, other=0).to(tl.int64)
+    in_slot = slots_at + tl.where(kept, spare_slot, slot) * slot_stride
+    at = tl.where(passing, transient_at + place * transient_stride, in_slot)
+    return mine, first, entry, misses, kept, spare, at
+
+
+@triton.jit
+def write_plan(
+    mine,
+    first,
+    entry,
+    misses,
+    kept,
+    spare,
+    at,
+    routing,
+    experts,
+    offsets,
+    missing,
+    chosen_by,
+    weights,
+    count,
+    first_row,
+    routed,
+    fetched,
+    n_ids,
+    top_k,
+    n_spares,
+    PADDED: tl.constexpr,
+    SPARES: tl.constexpr,
+    N: tl.constexpr,
+):
+    """What `find_entries` found, for the kernels behind and for the host."""
+    i = tl.arange(0, PADDED)
+    row = i // top_k
+    valid = mine >= 0
+    n_entries = tl.sum(first.to(tl.int32), 0)
+    tl.store(experts + entry, mine, mask=first)
+    tl.store(experts + i, -1, mask=(i >= n_entries) & (i < n_ids))
+    tl.store(offsets + entry, at, mask=first)
+    tl.store(missing + entry, misses.to(tl.int32), mask=first)
+    same = (mine[:, None] == mine[None, :]) & valid[:, None]
+    rows = tl.sum(tl.where(same, 1 << row[:, None], 0), 0)  # an expert comes once in a row: no bit twice
+    tl.store(chosen_by + entry, rows, mask=first)
+    tl.store(weights + entry * N + row, tl.load(routing + i, mask=valid, other=0.0), mask=valid)
+    tl.store(count, n_entries)
+    tl.store(routed + tl.load(first_row) * top_k + i, mine, mask=i < n_ids)
+    if SPARES > 0:
+        s = tl.arange(0, SPARES)
+        n_kept = tl.sum(kept.to(tl.int32), 0)
+        tl.store(fetched + s, -1, mask=(s >= n_kept) & (s < n_spares))
+        tl.store(fetched + spare, mine, mask=kept)
+
+
+@triton.jit
+def copy_expert(store, arena, expert, at, stride, n_words, WORDS: tl.constexpr):
+    """This program's turns of copying an expert from pinned host memory (i32 words) to byte `at` of the arena."""
+    source = store + expert.to(tl.int64) * stride
+    target = arena + tl.multiple_of(at, 16) // 4
+    i = tl.max_contiguous(tl.arange(0, WORDS), WORDS)
+    for turn in range(tl.program_id(0) * WORDS, n_words, tl.num_programs(0) * WORDS):
+        inside = turn + i < n_words
+        tl.store(target + turn + i, tl.load(source + turn + i, mask=inside), mask=inside)
 
 
 @triton.jit(do_not_specialize=["n_ids", "n_spares"])
@@ -39,6 +143,8 @@ def plan_kernel(
     first_row,
     routed,
     fetched,
+    store,
+    arena,
     n_ids,
     top_k,
     n_spares,
@@ -46,68 +152,76 @@ def plan_kernel(
     slot_stride,
     transient_at,
     transient_stride,
+    stride,
+    n_words,
     PADDED: tl.constexpr,
     SPARES: tl.constexpr,
     N: tl.constexpr,
     HAS_LIVE: tl.constexpr,
+    FETCH: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
-    """One program: entries of a step, where their bytes are or go, which rows chose them; and the report."""
-    i = tl.arange(0, PADDED)
-    row = i // top_k
-    mine = tl.load(ids + i, mask=i < n_ids, other=-1).to(tl.int32)
-    if HAS_LIVE:
-        mine = tl.where(tl.load(live + row, mask=i < n_ids, other=-1) >= 0, mine, -1)
-    valid = mine >= 0
-    tl.store(routed + tl.load(first_row) * top_k + i, mine, mask=i < n_ids)
-    # row j of each matrix below: the id j as seen from the id i; sums over axis 0 stay within threads
-    other = mine[:, None]
-    same = (other == mine[None, :]) & valid[:, None]
-    first = valid & (tl.sum((same & (i[:, None] < i[None, :])).to(tl.int32), 0) == 0)
-    below = other < mine[None, :]
-    entry = tl.sum((below & first[:, None]).to(tl.int32), 0)
-    n_entries = tl.sum(first.to(tl.int32), 0)
-
-    slot = tl.load(slot_of + mine, mask=first, other=0).to(tl.int64)
-    misses = first & (slot < 0)
-    hopes = misses & (tl.load(wanted + mine, mask=misses, other=0) != 0)
-    spare = tl.sum((below & hopes[:, None]).to(tl.int32), 0)
-    kept = hopes & (spare < n_spares)
-    passing = misses & (kept == 0)
-    place = tl.sum((below & passing[:, None]).to(tl.int32), 0).to(tl.int64)
-    spare_slot = tl.load(spares + spare, mask=kept, other=0).to(tl.int64)
-    in_slot = slots_at + tl.where(kept, spare_slot, slot) * slot_stride
-    at = tl.where(passing, transient_at + place * transient_stride, in_slot)
-
-    tl.store(experts + entry, mine, mask=first)
-    tl.store(experts + i, -1, mask=(i >= n_entries) & (i < n_ids))
-    tl.store(offsets + entry, at, mask=first)
-    tl.store(missing + entry, misses.to(tl.int32), mask=first)
-    rows = tl.sum(tl.where(same, 1 << row[:, None], 0), 0)  # an expert comes once in a row: no bit twice
-    tl.store(chosen_by + entry, rows, mask=first)
-    tl.store(weights + entry * N + row, tl.load(routing + i, mask=valid, other=0.0), mask=valid)
-    tl.store(count, n_entries)
-    if SPARES > 0:
-        s = tl.arange(0, SPARES)
-        n_kept = tl.sum(kept.to(tl.int32), 0)
-        tl.store(fetched + s, -1, mask=(s >= n_kept) & (s < n_spares))
-        tl.store(fetched + spare, mine, mask=kept)
+    """Entries of a step, where their bytes are or go, which rows chose them, and the report: by the first program.
+    FETCH: programs for each entry; all of them find the plan for themselves, and then copy it if it is missing."""
+    mine, first, entry, misses, kept, spare, at = find_entries(
+        ids,
+        live,
+        slot_of,
+        wanted,
+        spares,
+        n_ids,
+        top_k,
+        n_spares,
+        slots_at,
+        slot_stride,
+        transient_at,
+        transient_stride,
+        PADDED,
+        HAS_LIVE,
+    )
+    if tl.program_id(0) + tl.program_id(1) == 0:
+        write_plan(
+            mine,
+            first,
+            entry,
+            misses,
+            kept,
+            spare,
+            at,
+            routing,
+            experts,
+            offsets,
+            missing,
+            chosen_by,
+            weights,
+            count,
+            first_row,
+            routed,
+            fetched,
+            n_ids,
+            top_k,
+            n_spares,
+            PADDED,
+            SPARES,
+            N,
+        )
+    if FETCH:
+        here = misses & (entry == tl.program_id(1))
+        if tl.sum(here.to(tl.int32), 0) > 0:
+            expert = tl.sum(tl.where(here, mine, 0), 0)
+            copy_expert(store, arena, expert, tl.sum(tl.where(here, at, 0), 0), stride, n_words, WORDS)
 
 
 @triton.jit
 def fetch_kernel(store, arena, experts, offsets, missing, stride, n_words, WORDS: tl.constexpr):
-    """Copy the missing entries from pinned host memory (i32 words) to where the plan puts them."""
+    """Copy the plan's missing entries to where it puts them."""
     entry = tl.program_id(1)
     expert = tl.load(experts + entry)
     if expert < 0:
         return
     if tl.load(missing + entry) == 0:
         return
-    source = store + expert.to(tl.int64) * stride
-    target = arena + tl.multiple_of(tl.load(offsets + entry), 16) // 4
-    i = tl.max_contiguous(tl.arange(0, WORDS), WORDS)
-    for at in range(tl.program_id(0) * WORDS, n_words, tl.num_programs(0) * WORDS):
-        inside = at + i < n_words
-        tl.store(target + at + i, tl.load(source + at + i, mask=inside), mask=inside)
+    copy_expert(store, arena, expert, tl.load(offsets + entry), stride, n_words, WORDS)
 
 
 @dataclass(frozen=True)
@@ -160,6 +274,24 @@ class Report:
     fetched: Tensor
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where a layer's experts are fetched from, n_bytes each, and the memory they are fetched into.
+
+    store u8 [n_experts, stride], pinned host memory that the device reads directly; arena u8. Sizes are multiples of
+    16.
+    """
+
+    store: Tensor
+    arena: Tensor
+    n_bytes: int
+
+    def __post_init__(self) -> None:
+        assert self.n_bytes % 16 == 0
+        assert self.store.stride(0) % 16 == 0
+        assert self.store.stride(1) == 1
+
+
 def plan_step(
     buffers: StepBuffers,
     ids: Tensor,
@@ -171,8 +303,10 @@ def plan_step(
     rooms: Rooms,
     report: Report,
     live: Tensor | None = None,
+    source: Source | None = None,
 ) -> None:
-    """Entries of a layer's step into `buffers`, and what the host wants to know into `report`; one launch.
+    """Entries of a layer's step into `buffers`, what the host wants to know into `report`; with `source` the missing
+    ones are fetched in the same launch.
 
     ids int [n, top_k] (-1: none), routing f32 [n, top_k], slot_of int32 [n_experts] (-1: not in a slot), wanted uint8
     [n_experts], spares int32 [n_spares]: slot numbers; live int32 [n], below 0 where a row is padding and routes
@@ -186,7 +320,7 @@ def plan_step(
     assert report.routed.shape[1] == buffers.top_k
     n_spares = spares.numel()
     assert report.fetched.numel() == n_spares
-    plan_kernel[(1,)](
+    plan_kernel[(1, 1) if source is None else (FETCH_PROGRAMS, buffers.n_entries)](
         ids,
         ids if live is None else live,
         routing,
@@ -202,6 +336,8 @@ def plan_step(
         report.first,
         report.routed,
         report.fetched,
+        buffers.experts if source is None else source.store.view(torch.int32),
+        buffers.experts if source is None else source.arena.view(torch.int32),
         ids.numel(),
         buffers.top_k,
         n_spares,
@@ -209,33 +345,38 @@ def plan_step(
         rooms.slot_stride,
         rooms.transient_at,
         rooms.transient_stride,
+        0 if source is None else source.store.stride(0) // 4,
+        0 if source is None else source.n_bytes // 4,
         PADDED=max(16, triton.next_power_of_2(ids.numel())),
         SPARES=triton.next_power_of_2(n_spares) if n_spares else 0,
         N=MAX_ROWS,
         HAS_LIVE=live is not None,
-        num_warps=8,
-    )
-
-
-def fetch_missing(
-    buffers: StepBuffers, store: Tensor, arena: Tensor, *, n_bytes: int, programs: int = FETCH_PROGRAMS
-) -> None:
-    """Copy the plan's missing experts, n_bytes each, into their rooms.
-
-    store u8 [n_experts, stride], pinned host memory that the device reads directly; arena u8. Sizes are multiples of
-    16.
-    """
-    assert n_bytes % 16 == 0
-    assert store.stride(0) % 16 == 0
-    assert store.stride(1) == 1
-    fetch_kernel[(programs, buffers.n_entries)](
-        store.view(torch.int32),
-        arena.view(torch.int32),
-        buffers.experts,
-        buffers.offsets,
-        buffers.missing,
-        store.stride(0) // 4,
-        n_bytes // 4,
+        FETCH=source is not None,
         WORDS=FETCH_WORDS,
         num_warps=8,
     )
+
+
+def fetch_missing(buffers: StepBuffers, source: Source, *, programs: int = FETCH_PROGRAMS) -> None:
+    """Copy the plan's missing experts into their rooms."""
+    fetch_kernel[(programs, buffers.n_entries)](
+        source.store.view(torch.int32),
+        source.arena.view(torch.int32),
+        buffers.experts,
+        buffers.offsets,
+        buffers.missing,
+        source.store.stride(0) // 4,
+        source.n_bytes // 4,
+        WORDS=FETCH_WORDS,
+        num_warps=8,
+    )
+
+
+def plan_and_fetch(buffers: StepBuffers, ids: Tensor, *, source: Source, **plan: Any) -> None:
+    """`plan_step`, then `fetch_missing`: one launch when there are so few ids that every program finds the plan for
+    itself sooner than another launch begins."""
+    if ids.numel() <= ALONE_IDS:
+        plan_step(buffers, ids, source=source, **plan)
+    else:
+        plan_step(buffers, ids, **plan)
+        fetch_missing(buffers, source)
