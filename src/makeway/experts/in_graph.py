@@ -5,6 +5,7 @@ tables before it and reads the report after it.
 Hazard: the tables have constant addresses and a captured step reads them when it is replayed, not when it was captured.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,9 +19,26 @@ from makeway.experts.cache import ExpertCache
 from makeway.experts.follower import Follower
 from makeway.experts.routed import RoutedInput
 from makeway.experts.slots import NONE
+from makeway.kernels.cuda import experts as cuda
+from makeway.kernels.cuda.programs import Programs
 from makeway.kernels.triton import experts as kernels
 from makeway.kernels.triton import step_plan
 from makeway.kernels.triton.linear import Scratch
+from makeway.memory.facts import align_up
+from makeway.memory.workspace import Room
+
+Shapes = Sequence[tuple[tuple[int, ...], torch.dtype]]
+
+
+def _buffers(shapes: Shapes, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Bytes for tensors of these shapes on the device, and the same on the host."""
+    n_bytes = sum(align_up(math.prod(shape) * dtype.itemsize) for shape, dtype in shapes)
+    return zeros_and_copy((n_bytes,), torch.uint8, device=device)
+
+
+def _carved(buffer: Tensor, shapes: Shapes) -> list[Tensor]:
+    room = Room(buffer.numel(), device=buffer.device, room=buffer)
+    return [room.take(shape, dtype, n_bytes=align_up(math.prod(shape) * dtype.itemsize)) for shape, dtype in shapes]
 
 
 class StepTables:
@@ -34,46 +52,41 @@ class StepTables:
         self.follower = Follower(cache)
         n_layers, n_experts, n_spares = table.n_layers, table.n_experts, table.n_spares_per_set
 
-        def pair(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-            return zeros_and_copy(shape, dtype, device=device)
-
-        self.slot_of, self._slot_of = pair((n_layers, n_experts), torch.int32)
-        self.wanted, self._wanted = pair((n_layers, n_experts), torch.uint8)
-        self.spares, self._spares = pair((n_layers, n_spares), torch.int32)
-        self.routed, self._routed = pair((n_layers, most_rows, top_k), torch.int32)
-        self.fetched, self._fetched = pair((n_layers, n_spares), torch.int32)
+        by_expert, by_spare = (n_layers, n_experts), (n_layers, n_spares)
+        told = ((by_expert, torch.int32), (by_expert, torch.uint8), (by_spare, torch.int32))
+        reported = (((n_layers, most_rows, top_k), torch.int32), (by_spare, torch.int32))
+        self._told, self._host_told = _buffers(told, device)
+        self.slot_of, self.wanted, self.spares = _carved(self._told, told)
+        self._slot_of, self._wanted, self._spares = (t.numpy() for t in _carved(self._host_told, told))
+        self._reported, self._host_reported = _buffers(reported, device)
+        self.routed, self.fetched = _carved(self._reported, reported)
+        self._routed, self._fetched = (t.numpy() for t in _carved(self._host_reported, reported))
         self.n_rows = np.zeros(n_layers, dtype=np.int64)
         """Rows of the report that the step's passes write, by layer."""
-        self._epoch = NONE
         expert_bytes = [layer.expert_bytes for layer in cache.plan.layers]
         self._expert_bytes = np.asarray(expert_bytes, dtype=np.int64)
 
     def send(self) -> None:
-        """Before a step: what is published now, what is wanted, and which spares are free."""
+        """Before a step: what is published now, what is wanted, and which spares are free; one copy."""
         table, follower = self.cache.table, self.follower
         self.n_rows[:] = 0
-        self._wanted.numpy()[...] = follower.wanted
-        self.wanted.copy_(self._wanted, non_blocking=True)
-        self._spares.numpy()[...] = table.spares[follower.spare_set]
-        self.spares.copy_(self._spares, non_blocking=True)
-        if self._epoch != table.epoch:
-            self._slot_of.numpy()[...] = table.slot_of
-            self.slot_of.copy_(self._slot_of, non_blocking=True)
-            self._epoch = table.epoch
+        self._slot_of[...] = table.slot_of
+        self._wanted[...] = follower.wanted
+        self._spares[...] = table.spares[follower.spare_set]
+        self._told.copy_(self._host_told, non_blocking=True)
 
     def fetch_report(self) -> None:
         """Behind a step: ask for its report."""
-        self._routed.copy_(self.routed, non_blocking=True)
-        self._fetched.copy_(self.fetched, non_blocking=True)
+        self._host_reported.copy_(self._reported, non_blocking=True)
 
     def end_step(self) -> None:
         """The report is here: count, mark the spares that were filled, and leave the decision for the next step."""
         n_layers, most = len(self.n_rows), int(self.n_rows.max())
-        routed = self._routed.numpy()[:, :most].astype(np.int64)
+        routed = self._routed[:, :most].astype(np.int64)
         if (self.n_rows < most).any():
             routed[np.arange(most) >= self.n_rows[:, None]] = NONE
         routed = routed.reshape(n_layers, -1)
-        fetched = self._fetched.numpy().copy()
+        fetched = self._fetched.copy()
         fetched[self.n_rows == 0] = NONE  # a layer that did not run reports what it did before
         self._count(routed)
         layers, spares = np.nonzero(fetched != NONE)
@@ -87,7 +100,7 @@ class StepTables:
         counters, table = self.cache.counters, self.cache.table
         layers, places = np.nonzero(routed >= 0)
         used = np.unique(layers * table.n_experts + routed[layers, places])
-        is_hit = self._slot_of.numpy().reshape(-1)[used] != NONE
+        is_hit = self._slot_of.reshape(-1)[used] != NONE
         layers = used // table.n_experts
         hits = np.bincount(layers[is_hit], minlength=table.n_layers)
         misses = np.bincount(layers[~is_hit], minlength=table.n_layers)
@@ -103,8 +116,11 @@ class DeviceExperts:
     """The executor of decode. A step may be any number of passes, captured or not, of at most `most_rows` rows each;
     the passes of one layer together report at most `most_rows` rows."""
 
-    def __init__(self, cache: ExpertCache, *, arena: Tensor, most_rows: int) -> None:
-        """`arena` u8: all of it; slots and transient region lie where the plan puts them."""
+    def __init__(
+        self, cache: ExpertCache, *, arena: Tensor, most_rows: int, programs: Programs | None = None
+    ) -> None:
+        """`arena` u8: all of it; slots and transient region lie where the plan puts them. `programs`: kernels in CUDA C++
+        for the layers they can run; else, and without, Triton's."""
         top_k = max(layer.top_k for layer in cache.plan.layers)
         self._cache, self._arena, self._top_k = cache, arena, top_k
         most_rows = 1 << (most_rows - 1).bit_length()  # captured passes are padded
@@ -112,6 +128,7 @@ class DeviceExperts:
         self._first_rows = torch.arange(most_rows, dtype=torch.int32, device=arena.device)
         self._buffers: dict[int, step_plan.StepBuffers] = {}
         self._scratch = Scratch(arena.device)
+        self._cuda = None if programs is None else cuda.StepExpertKernels(arena.device, programs)
         self._is_open = False
         self._report: Event | None = None  # asked for, once the step's last pass is on its way
 
@@ -164,6 +181,9 @@ class DeviceExperts:
         )
         gate, up, down = stored.shapes
         layout = kernels.ExpertLayout(gate.type, up.type, down.type, gate.n_cols, gate.n_rows)
+        if self._cuda is not None and cuda.can_run(layout):
+            self._cuda.run(buffers, moe.x, self._arena, layout=layout, acc=moe.acc)
+            return
         kernels.run_experts(buffers, moe.x, self._arena, layout=layout, acc=moe.acc, scratch=self._scratch)
 
     def last_pass_runs(self) -> None:

@@ -1,0 +1,112 @@
+"""Counts what a step launches, without a GPU: nothing runs, kernels of Triton and operations of torch are only named.
+
+`python -m tests.kernels.triton.count_launches FILE...` prints JSON: by golden model, by pass, and by layer (or what comes
+before and behind the layers) the names in their order.
+"""
+
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from makeway import EngineConfig
+from makeway.device import CpuDevice
+from makeway.engine.backend import TritonBackend
+from makeway.engine.graphs import StepGraphs
+from makeway.engine.memory import EngineMemory
+from makeway.gguf import open_gguf
+from tests.conftest import golden_path
+
+HARMLESS = "view empty slice select split unbind unsqueeze squeeze expand alias detach t transpose permute as_strided"
+"""Operations of torch that launch nothing, by how their names begin."""
+
+
+class Count(TorchDispatchMode):
+    """Writes the names of torch's operations into `log`."""
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__()
+        self._log = log
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.split(".")[0].lstrip("_").removeprefix("unsafe_").removeprefix("new_").removeprefix("re")
+        if name.removesuffix("_like") not in HARMLESS.split() and name not in ("shape", "shape_alias", "empty_strided"):
+            self._log.append(f"torch.{name}")
+        return func(*args, **(kwargs or {}))
+
+
+def passes(name: str) -> dict[str, list[tuple[str, list[str]]]]:
+    """Of a golden model: by pass, the places and what is launched there."""
+    place, log = CpuDevice(), []
+    file = open_gguf(golden_path(name))
+    with_mtp = f"{file.metadata['general.architecture']}.nextn_predict_layers" in file.metadata
+    config = EngineConfig(
+        device="cpu",
+        context=4096,
+        parallel=1,
+        slots=2,
+        uploads_per_layer=1,
+        drafter="mtp" if with_mtp else "none",
+        draft_depth=3 if with_mtp else 0,
+        prefix_ram=0,
+    )
+    memory = EngineMemory(file, TritonBackend(place), config, device=place)
+    graphs, model = memory.graphs, memory.model
+    assert isinstance(graphs, StepGraphs)
+    for method in ("mix", "head"):
+        inner = getattr(type(model), method)
+
+        def marked(self: Any, *args: Any, inner: Any = inner, method: str = method, **options: Any) -> Any:
+            log.append(f"# layer {args[0]}" if method == "mix" else "# head")
+            return inner(self, *args, **options)
+
+        setattr(model, method, marked.__get__(model))
+
+    def launch(self: Any, *_: Any, **__: Any) -> None:
+        log.append(self.fn.__name__)
+
+    JITFunction.run = launch
+    runs = {"step": graphs._step(1, keeps_rows=False)}
+    if with_mtp:
+        runs |= {"verify": graphs._step(4, keeps_rows=True), "draft": graphs._draft(1), "remember": graphs._remember(2)}
+    found = {}
+    for kind, graph in runs.items():
+        graph._compute()  # what is made at the first use
+        log[:] = ["# before"]
+        with Count(log):
+            graph._compute()
+        found[kind] = split(log)
+    memory.close()
+    file.close()
+    return found
+
+
+def split(log: list[str]) -> list[tuple[str, list[str]]]:
+    places: list[tuple[str, list[str]]] = []
+    for name in log:
+        if name.startswith("# "):
+            places.append((name[2:], []))
+        else:
+            places[-1][1].append(name)
+    return places
+
+
+def main(names: list[str]) -> None:
+    driver = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    )
+    triton.runtime.driver.set_active(driver)
+    torch.set_num_threads(1)
+    print(json.dumps({name: passes(name) for name in names}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
