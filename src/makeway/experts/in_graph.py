@@ -99,7 +99,9 @@ class StepTables:
         """Hits and misses of ids [layers, any], each expert once a layer, by the table that the step was told."""
         counters, table = self.cache.counters, self.cache.table
         layers, places = np.nonzero(routed >= 0)
-        used = np.unique(layers * table.n_experts + routed[layers, places])
+        is_used = np.zeros(table.n_layers * table.n_experts, dtype=np.bool_)
+        is_used[layers * table.n_experts + routed[layers, places]] = True
+        used = np.flatnonzero(is_used)
         is_hit = self._slot_of.reshape(-1)[used] != NONE
         layers = used // table.n_experts
         hits = np.bincount(layers[is_hit], minlength=table.n_layers)
@@ -116,9 +118,7 @@ class DeviceExperts:
     """The executor of decode. A step may be any number of passes, captured or not, of at most `most_rows` rows each;
     the passes of one layer together report at most `most_rows` rows."""
 
-    def __init__(
-        self, cache: ExpertCache, *, arena: Tensor, most_rows: int, programs: Programs | None = None
-    ) -> None:
+    def __init__(self, cache: ExpertCache, *, arena: Tensor, most_rows: int, programs: Programs | None = None) -> None:
         """`arena` u8: all of it; slots and transient region lie where the plan puts them. `programs`: kernels in CUDA C++
         for the layers they can run; else, and without, Triton's."""
         top_k = max(layer.top_k for layer in cache.plan.layers)
