@@ -1,7 +1,7 @@
 """Counts what a step launches, without a GPU: nothing runs, kernels of Triton and operations of torch are only named.
 
-`python -m tests.kernels.triton.count_launches FILE...` prints JSON: by golden model, by pass, and by layer (or what comes
-before and behind the layers) the names in their order.
+`python -m tests.kernels.triton.count_launches FILE...` prints JSON: by golden model, by pass, and by layer (or what
+comes before and behind the layers) the names in their order.
 """
 
 import json
