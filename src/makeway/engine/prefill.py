@@ -181,9 +181,9 @@ class Sweep:
         behind it."""
         model, buffers = self._model, self.buffers
         n_layers = model.facts.n_layers
+        self._announce(0)
         for _, rows, batch in self._live_chunks():
             buffers.residual[rows] = model.embed(batch)
-        self._announce(0)
         for layer in range(n_layers):
             for part, rows, batch in self._chunks:
                 if self._is_live(part):

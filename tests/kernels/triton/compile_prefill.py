@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from makeway.gguf.types import GGMLType
@@ -28,8 +28,16 @@ class Case:
 
 
 def tile_constants(tile: gemm.Tile) -> dict[str, Any]:
-    sizes = {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "EVEN": True}
+    sizes = {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "EVEN": True, "DESCRIBED": tile.described}
     return {**sizes, "num_warps": tile.warps, "num_stages": tile.stages}
+
+
+def operands(tile: gemm.Tile, *, both: bool) -> dict[str, str]:
+    """Types of x and weights; `both` are described where the tile's operands are, else the weights alone."""
+    if not tile.described:
+        return {"x": BF16, "weights": BF16}
+    left = f"tensordesc<bf16[{tile.rows},{tile.depth}]>" if both else BF16
+    return {"x": left, "weights": f"tensordesc<bf16[{tile.columns},{tile.depth}]>"}
 
 
 def decode_case(kind: GGMLType, n_cols: int) -> Case:
@@ -50,23 +58,15 @@ def decode_case(kind: GGMLType, n_cols: int) -> Case:
 
 
 def product_cases(tiles: gemm.Tiles) -> Iterator[Case]:
-    experts = {"x": BF16, "weights": BF16, "starts": I64, "order": I32, "offsets": I32}
-    yield Case(
-        "gate_up",
-        gemm.gate_up_kernel,
-        {**experts, "out": BF16},
-        {"EXPERTS": 64, **tile_constants(tiles.gate_up)},
-    )
-    yield Case(
-        "down",
-        gemm.down_kernel,
-        {**experts, "pair_weights": F32, "out": F32},
-        {"EXPERTS": 64, **tile_constants(tiles.down)},
-    )
-    dense = {"x": BF16, "weights": BF16, "out": F32}
+    experts = {"starts": I64, "order": I32, "offsets": I32, "pair_weights": F32}
+    for kernel, tile, out in ((gemm.gate_up_kernel, tiles.gate_up, BF16), (gemm.down_kernel, tiles.down, F32)):
+        for each in {tile, replace(tile, described=False)}:  # bf16 experts are multiplied where they lie
+            types = {**experts, **operands(each, both=kernel is gemm.down_kernel), "out": out}
+            name = kernel.__name__.removesuffix("_kernel") + (" described" if each.described else "")
+            yield Case(name, kernel, types, {"EXPERTS": 64, **tile_constants(each)})
     for name, tile, terms in (("linear", tiles.linear, 1), ("narrow", tiles.narrow, 3)):
         constants = {"TERMS": terms, "SWATH": chunk_linear.SWATH, **tile_constants(tile)}
-        yield Case(name, chunk_linear.dense_kernel, dense, constants)
+        yield Case(name, chunk_linear.dense_kernel, {**operands(tile, both=True), "out": F32}, constants)
 
 
 def delta_cases() -> Iterator[Case]:

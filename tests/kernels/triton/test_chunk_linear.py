@@ -5,9 +5,18 @@ import torch
 
 from makeway.gguf.types import GGMLType
 from makeway.kernels import Weight
+from makeway.kernels.triton import chunk_linear as module
 from makeway.kernels.triton.chunk_linear import LinearScratch, can_multiply, chunk_linear, least_scratch
+from makeway.kernels.triton.gemm import Tile, Tiles
 from makeway.kernels.triton.unpack import PLANES
 from tests.kernels.triton.blocks import random_weight
+
+
+@pytest.fixture
+def descriptors(monkeypatch):
+    """Tiles that are loaded through descriptors, which only Hopper's own are."""
+    tile = Tile(32, 16, 64, warps=4, stages=2, described=True)
+    monkeypatch.setattr(module, "tiles_of", lambda _: Tiles(tile, tile, tile, tile))
 
 
 def run(x, weight, device, *, spare=0, dtype=torch.float32):
@@ -33,6 +42,14 @@ def test_types_multiply_as_the_reference(kind, n_cols, device):
     expected = x.double() @ decoded.double().t()
     bound = x.double().abs() @ decoded.double().abs().t()
     assert ((run(x, weight, device) - expected).abs() <= 2**-18 * bound).all()
+
+
+@pytest.mark.parametrize(("kind", "n_cols"), [(GGMLType.Q5_1, 96), (GGMLType.BF16, 32), (GGMLType.F32, 32)])
+def test_descriptors_reach_the_same_rows(kind, n_cols, device, request):
+    weight, x = random_weight(kind, 140, n_cols), activations(37, n_cols)
+    plain = run(x, weight, device)
+    request.getfixturevalue("descriptors")
+    torch.testing.assert_close(run(x, weight, device), plain, rtol=1e-5, atol=1e-5)
 
 
 def test_a_row_has_the_same_bits_alone_and_among_others(device):

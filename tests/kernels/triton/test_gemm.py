@@ -3,12 +3,15 @@
 import pytest
 import torch
 
-from makeway.kernels.triton.gemm import AMPERE, HOPPER, PlainMatrices, Round, down, gate_up, tiles_of
+from makeway.kernels.triton import gemm as module
+from makeway.kernels.triton.gemm import AMPERE, HOPPER, PlainMatrices, Round, Tile, Tiles, down, gate_up, tiles_of
 from makeway.kernels.triton.sort import SortedPairs, sort_pairs
 
 
-@pytest.mark.parametrize(("skip", "capacity"), [(0, 40), (9, 6)])
-def test_a_round_multiplies_its_rows_and_writes_no_other(skip, capacity, device):
+@pytest.mark.parametrize(("skip", "capacity", "in_rows"), [(0, 40, False), (9, 6, False), (9, 6, True)])
+def test_a_round_multiplies_its_rows_and_writes_no_other(skip, capacity, in_rows, device, monkeypatch):
+    tile = Tile(16, 16, 16, warps=4, stages=2, described=in_rows)
+    monkeypatch.setattr(module, "tiles_of", lambda _: Tiles(tile, tile, tile, tile))
     n, top_k, n_experts, d, d_ff, first, last = 18, 2, 4, 40, 24, 1, 4
     generator = torch.Generator().manual_seed(1)
     ids = torch.stack([torch.randperm(n_experts, generator=generator)[:top_k] for _ in range(n)])
@@ -23,8 +26,14 @@ def test_a_round_multiplies_its_rows_and_writes_no_other(skip, capacity, device)
     part = Round(pairs, first, last, skip, capacity)
     hidden = torch.full((capacity, d_ff), torch.nan, dtype=torch.bfloat16, device=device)
     out = torch.full((capacity, d), torch.nan, device=device)
-    gate_up(x.to(device), PlainMatrices(flat, starts, 0, d * d_ff), d_ff=d_ff, part=part, out=hidden)
-    down(hidden, PlainMatrices(flat, starts, 4 * d * d_ff), part=part, pair_weights=pair_weights.to(device), out=out)
+    gate_up(x.to(device), PlainMatrices(flat, starts, 0, d * d_ff, in_rows), d_ff=d_ff, part=part, out=hidden)
+    down(
+        hidden,
+        PlainMatrices(flat, starts, 4 * d * d_ff, in_rows=in_rows),
+        part=part,
+        pair_weights=pair_weights.to(device),
+        out=out,
+    )
     offsets = pairs.offsets.tolist()
     low, high = offsets[first] + skip, min(offsets[last], offsets[first] + skip + capacity)
     assert high - low > 5

@@ -11,15 +11,17 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from makeway.gguf.types import GGMLType
 from makeway.kernels.triton.decode import QuantMatrix, decode_matrices
-from makeway.kernels.triton.gemm import Tile, multiply, tiles_of
+from makeway.kernels.triton.gemm import Tile, described, multiply, multiply_described, tiles_of
 from makeway.kernels.triton.unpack import PLANES
 from makeway.kernels.weight import Weight
 
 LEAST_ROWS = 128  # of a run: any matrix's run of so many starts at a multiple of 16 bytes
 NARROW = 1024  # outputs at most, of matrices that take the narrow tile
+FEW = 512  # rows at most, that take it too
 SWATH = 8  # row tiles that go through the columns together, so that both sides stay in the L2 cache
 
 
@@ -65,9 +67,9 @@ def chunk_linear(x: Tensor, weight: Weight, *, out: Tensor, scratch: LinearScrat
         return
     raw = weight.raw.view(-1)
     tiles = tiles_of(x.device)
-    tile = tiles.narrow if weight.n_rows <= NARROW else tiles.linear
+    tile = tiles.narrow if weight.n_rows <= NARROW or n <= FEW else tiles.linear
     if weight.type == GGMLType.BF16:
-        _multiply(x, raw.view(torch.bfloat16), out, tile=tile, n_terms=1, term_stride=0)
+        _multiply(x, raw.view(torch.bfloat16), out, tile=tile, n_terms=1, term_rows=0)
         return
     n_terms = PLANES[weight.type].parts
     run = scratch.weights.numel() // (n_terms * n_cols) // LEAST_ROWS * LEAST_ROWS
@@ -79,29 +81,36 @@ def chunk_linear(x: Tensor, weight: Weight, *, out: Tensor, scratch: LinearScrat
             part = scratch.weights[term * run * n_cols :].view(1, -1)
             decode_matrices(raw, scratch.origin, matrix, out=part, counted=scratch.one, term=term)
         some = out[:, first : first + n_rows]
-        _multiply(x, scratch.weights, some, tile=tile, n_terms=n_terms, term_stride=run * n_cols)
+        _multiply(x, scratch.weights, some, tile=tile, n_terms=n_terms, term_rows=run)
 
 
-def _multiply(x: Tensor, weights: Tensor, out: Tensor, *, tile: Tile, n_terms: int, term_stride: int) -> None:
-    """out = x times the sum of the terms, each bf16 [out's columns, x's columns], transposed."""
+def _multiply(x: Tensor, weights: Tensor, out: Tensor, *, tile: Tile, n_terms: int, term_rows: int) -> None:
+    """out = x times the sum of the terms, each bf16 [outputs, x's columns] and `term_rows` rows apart, transposed."""
     n, n_cols = x.shape
     n_rows = out.shape[1]
+    left: Tensor | TensorDescriptor = x
+    right: Tensor | TensorDescriptor = weights
+    if tile.described:
+        n_all = term_rows * (n_terms - 1) + n_rows
+        left = described(x, tile.rows, tile.depth)
+        right = described(weights[: n_all * n_cols].view(n_all, n_cols), tile.columns, tile.depth)
     dense_kernel[(-(-n // tile.rows) * -(-n_rows // tile.columns),)](
-        x,
-        weights,
+        left,
+        right,
         out,
         n,
         n_rows,
         n_cols,
         x.stride(0),
         out.stride(0),
-        term_stride,
+        term_rows,
         TERMS=n_terms,
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         DEPTH=tile.depth,
         EVEN=n_cols % tile.depth == 0,
         SWATH=SWATH,
+        DESCRIBED=tile.described,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -117,13 +126,14 @@ def dense_kernel(
     n_cols,
     x_stride,
     out_stride,
-    term_stride,
+    term_rows,
     TERMS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     EVEN: tl.constexpr,
     SWATH: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ):
     """One tile of x (sum of the terms)^T; tiles go swath by swath."""
     n_across = tl.cdiv(n_rows, COLUMNS)
@@ -131,14 +141,22 @@ def dense_kernel(
     swath = tl.program_id(0) // (SWATH * n_across)
     height = tl.minimum(n_down - swath * SWATH, SWATH)
     inside = tl.program_id(0) % (SWATH * n_across)
-    rows = (swath * SWATH + inside % height) * ROWS + tl.arange(0, ROWS)
-    columns = inside // height * COLUMNS + tl.arange(0, COLUMNS)
-    depth = tl.arange(0, DEPTH)
-    left = x + tl.minimum(rows, n - 1).to(tl.int64)[:, None] * x_stride + depth[None, :]
-    right = weights + tl.minimum(columns, n_rows - 1).to(tl.int64)[None, :] * n_cols + depth[:, None]
-    total = multiply(left, right, n_cols, ROWS, COLUMNS, DEPTH, EVEN)
-    for _ in tl.static_range(TERMS - 1):
-        right += term_stride
-        total += multiply(left, right, n_cols, ROWS, COLUMNS, DEPTH, EVEN)
+    row = (swath * SWATH + inside % height) * ROWS
+    column = inside // height * COLUMNS
+    rows = row + tl.arange(0, ROWS)
+    columns = column + tl.arange(0, COLUMNS)
+    if DESCRIBED:
+        total = multiply_described(x, weights, row, column, n_cols, ROWS, COLUMNS, DEPTH)
+        for _ in tl.static_range(TERMS - 1):
+            column += term_rows
+            total += multiply_described(x, weights, row, column, n_cols, ROWS, COLUMNS, DEPTH)
+    else:
+        depth = tl.arange(0, DEPTH)
+        left = x + tl.minimum(rows, n - 1).to(tl.int64)[:, None] * x_stride + depth[None, :]
+        right = weights + tl.minimum(columns, n_rows - 1).to(tl.int64)[None, :] * n_cols + depth[:, None]
+        total = multiply(left, right, n_cols, ROWS, COLUMNS, DEPTH, EVEN)
+        for _ in tl.static_range(TERMS - 1):
+            right += term_rows.to(tl.int64) * n_cols
+            total += multiply(left, right, n_cols, ROWS, COLUMNS, DEPTH, EVEN)
     target = out + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=(rows < n)[:, None] & (columns < n_rows)[None, :])

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from makeway.kernels.triton.sort import SortedPairs
 
@@ -19,6 +20,8 @@ from makeway.kernels.triton.sort import SortedPairs
 @dataclass(frozen=True)
 class Tile:
     """A program's part: `rows` of the left matrix by `columns` of the product, `depth` of the sum at a time.
+    `described`: operands that lie in whole rows are loaded through tensor descriptors (on Hopper: by its memory
+    accelerator), which spares the threads all addresses.
 
     A row's bits depend on `depth` and the instruction, not on the rows beside it: the tile is fixed by kernel, matrix
     and architecture, whatever the number of rows.
@@ -29,12 +32,13 @@ class Tile:
     depth: int
     warps: int
     stages: int
+    described: bool = False
 
 
 @dataclass(frozen=True)
 class Tiles:
     """The tiles of an architecture: experts' `gate_up` (two products at once) and `down`; `linear`, and `narrow` for
-    linears of few outputs, which would leave most of the GPU idle with large tiles."""
+    linears of few outputs or rows, which would leave most of the GPU idle with large tiles."""
 
     gate_up: Tile
     down: Tile
@@ -50,10 +54,15 @@ AMPERE = Tiles(
 )
 HOPPER = Tiles(
     gate_up=Tile(128, 128, 64, warps=8, stages=4),
-    down=Tile(128, 256, 64, warps=8, stages=3),
-    linear=Tile(128, 128, 64, warps=8, stages=3),
-    narrow=Tile(64, 64, 64, warps=4, stages=4),
+    down=Tile(128, 256, 64, warps=8, stages=3, described=True),
+    linear=Tile(128, 256, 64, warps=8, stages=3, described=True),
+    narrow=Tile(128, 64, 64, warps=4, stages=4, described=True),
 )
+
+
+def described(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A descriptor of bf16 [n, m], rows of any stride, for loads of [rows, columns]; what lies outside is zero."""
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
 
 
 def tiles_of(device: torch.device) -> Tiles:
@@ -82,12 +91,20 @@ class Round:
 class PlainMatrices:
     """bf16 matrices of the experts of a part. flat bf16: the memory; starts int64 [experts]: the byte in it where what
     belongs to an expert starts; inside: bytes from there to the matrix; next: values from the matrix to its second one.
-    All are multiples of 16 bytes."""
+    All are multiples of 16 bytes; `in_rows`: of a matrix's row too, counted from the start of the memory."""
 
     flat: Tensor
     starts: Tensor
     inside: int = 0
     next: int = 0
+    in_rows: bool = False
+
+    def operand(self, n_cols: int, tile: Tile) -> Tensor | TensorDescriptor:
+        """What a kernel loads tiles of [tile.columns, tile.depth] from."""
+        if not (tile.described and self.in_rows):
+            return self.flat
+        n_rows = self.flat.numel() // n_cols
+        return described(self.flat[: n_rows * n_cols].view(n_rows, n_cols), tile.columns, tile.depth)
 
 
 def gate_up(x: Tensor, weights: PlainMatrices, *, d_ff: int, part: Round, out: Tensor) -> None:
@@ -99,7 +116,7 @@ def gate_up(x: Tensor, weights: PlainMatrices, *, d_ff: int, part: Round, out: T
     n_columns = -(-d_ff // tile.columns)
     gate_up_kernel[(part.n_tiles(tile) * n_columns,)](
         x,
-        weights.flat,
+        weights.operand(x.shape[1], tile),
         weights.starts,
         part.pairs.order,
         part.pairs.offsets,
@@ -119,6 +136,7 @@ def gate_up(x: Tensor, weights: PlainMatrices, *, d_ff: int, part: Round, out: T
         COLUMNS=tile.columns,
         DEPTH=tile.depth,
         EVEN=x.shape[1] % tile.depth == 0,
+        DESCRIBED=tile.described and weights.in_rows,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -132,9 +150,10 @@ def down(x: Tensor, weights: PlainMatrices, *, part: Round, pair_weights: Tensor
     tile = tiles_of(x.device).down
     d, d_ff = out.shape[1], x.shape[1]
     n_columns = -(-d // tile.columns)
+    uses_descriptors = tile.described and weights.in_rows
     down_kernel[(part.n_tiles(tile) * n_columns,)](
-        x,
-        weights.flat,
+        described(x, tile.rows, tile.depth) if uses_descriptors else x,
+        weights.operand(d_ff, tile),
         weights.starts,
         part.pairs.order,
         part.pairs.offsets,
@@ -153,6 +172,7 @@ def down(x: Tensor, weights: PlainMatrices, *, part: Round, pair_weights: Tensor
         COLUMNS=tile.columns,
         DEPTH=tile.depth,
         EVEN=d_ff % tile.depth == 0,
+        DESCRIBED=uses_descriptors,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -195,6 +215,7 @@ def gate_up_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     EVEN: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ):
     """One tile of silu(x gate^T) * (x up^T)."""
     low = tl.load(offsets + first) + skip
@@ -209,25 +230,37 @@ def gate_up_kernel(
     depth = tl.arange(0, DEPTH)
     left = x + token.to(tl.int64)[:, None] * d + depth[None, :]
     begin = tl.multiple_of((tl.load(starts + expert) + inside_bytes) // 2, 8)
-    gate = weights + begin + tl.minimum(columns, d_ff - 1)[None, :] * d + depth[:, None]
-    up = gate + up_after
     gates = tl.zeros((ROWS, COLUMNS), tl.float32)
     ups = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for at in range(0, d, DEPTH):
-        if EVEN:
-            a = tl.load(left)
-            g = tl.load(gate)
-            u = tl.load(up)
-        else:
-            inside = depth < d - at
-            a = tl.load(left, mask=inside[None, :], other=0.0)
-            g = tl.load(gate, mask=inside[:, None], other=0.0)
-            u = tl.load(up, mask=inside[:, None], other=0.0)
-        gates = tl.dot(a, g, gates)
-        ups = tl.dot(a, u, ups)
-        left += DEPTH
-        gate += DEPTH
-        up += DEPTH
+    if DESCRIBED:
+        gate_row = (begin // d).to(tl.int32) + tl.program_id(0) % n_columns * COLUMNS
+        up_row = gate_row + up_after // d
+        for at in range(0, d, DEPTH):
+            if EVEN:
+                a = tl.load(left)
+            else:
+                a = tl.load(left, mask=(depth < d - at)[None, :], other=0.0)
+            gates = tl.dot(a, weights.load([gate_row, at]).T, gates)
+            ups = tl.dot(a, weights.load([up_row, at]).T, ups)
+            left += DEPTH
+    else:
+        gate = weights + begin + tl.minimum(columns, d_ff - 1)[None, :] * d + depth[:, None]
+        up = gate + up_after
+        for at in range(0, d, DEPTH):
+            if EVEN:
+                a = tl.load(left)
+                g = tl.load(gate)
+                u = tl.load(up)
+            else:
+                inside = depth < d - at
+                a = tl.load(left, mask=inside[None, :], other=0.0)
+                g = tl.load(gate, mask=inside[:, None], other=0.0)
+                u = tl.load(up, mask=inside[:, None], other=0.0)
+            gates = tl.dot(a, g, gates)
+            ups = tl.dot(a, u, ups)
+            left += DEPTH
+            gate += DEPTH
+            up += DEPTH
     value = gates / (1.0 + tl.exp(-gates)) * ups
     target = out + (places - low).to(tl.int64)[:, None] * d_ff + columns[None, :]
     tl.store(target, value.to(tl.bfloat16), mask=(places < end)[:, None] & (columns < d_ff)[None, :])
@@ -249,6 +282,17 @@ def multiply(left, right, length, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEP
         total = tl.dot(a, b, total)
         left += DEPTH
         right += DEPTH
+    return total
+
+
+@triton.jit
+def multiply_described(
+    left, right, row, column, length, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
+):
+    """f32 [ROWS, COLUMNS] = rows of left [.., length] times rows of right [.., length] transposed; descriptors."""
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for at in range(0, length, DEPTH):
+        total = tl.dot(left.load([row, at]), right.load([column, at]).T, total)
     return total
 
 
@@ -274,6 +318,7 @@ def down_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     EVEN: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ):
     """One tile of (x down^T), each row times its pair's weight."""
     low = tl.load(offsets + first) + skip
@@ -285,11 +330,15 @@ def down_kernel(
     places = start + tl.arange(0, ROWS)
     rows = tl.minimum(places, end - 1)
     columns = tl.program_id(0) % n_columns * COLUMNS + tl.arange(0, COLUMNS)
-    depth = tl.arange(0, DEPTH)
-    left = x + (rows - low).to(tl.int64)[:, None] * d_ff + depth[None, :]
     begin = tl.multiple_of((tl.load(starts + expert) + inside_bytes) // 2, 8)
-    right = weights + begin + tl.minimum(columns, d - 1)[None, :] * d_ff + depth[:, None]
-    value = multiply(left, right, d_ff, ROWS, COLUMNS, DEPTH, EVEN)
+    if DESCRIBED:
+        column = (begin // d_ff).to(tl.int32) + tl.program_id(0) % n_columns * COLUMNS
+        value = multiply_described(x, weights, start - low, column, d_ff, ROWS, COLUMNS, DEPTH)
+    else:
+        depth = tl.arange(0, DEPTH)
+        left = x + (rows - low).to(tl.int64)[:, None] * d_ff + depth[None, :]
+        right = weights + begin + tl.minimum(columns, d - 1)[None, :] * d_ff + depth[:, None]
+        value = multiply(left, right, d_ff, ROWS, COLUMNS, DEPTH, EVEN)
     value *= tl.load(pair_weights + tl.load(order + rows))[:, None]
     target = out + (places - low).to(tl.int64)[:, None] * d + columns[None, :]
     tl.store(target, value, mask=(places < end)[:, None] & (columns < d)[None, :])

@@ -141,10 +141,11 @@ def run_piece(
         n_pairs = n * min(top_k, n_experts) if counts is None else int(counts()[at : at + n_experts].sum())
         capacity = scratch.hidden.shape[0]
         for skip in range(0, n_pairs, capacity):
-            part = Round(rows.pairs, begin, begin + n_experts, skip, capacity)
-            gate_up(rows.x, gates, d_ff=matrices.d_ff, part=part, out=scratch.hidden)
-            down(scratch.hidden, downs, part=part, pair_weights=rows.weights, out=scratch.out)
-            combine(rows.acc, scratch.out, pairs=rows.pairs, first=part.first, last=part.last, skip=skip)
+            n_rows = min(capacity, n_pairs - skip)
+            part = Round(rows.pairs, begin, begin + n_experts, skip, n_rows)
+            gate_up(rows.x, gates, d_ff=matrices.d_ff, part=part, out=scratch.hidden[:n_rows])
+            down(scratch.hidden[:n_rows], downs, part=part, pair_weights=rows.weights, out=scratch.out[:n_rows])
+            combine(rows.acc, scratch.out[:n_rows], pairs=rows.pairs, first=part.first, last=part.last, skip=skip)
 
 
 def _plain_weights(
@@ -156,7 +157,7 @@ def _plain_weights(
     if gate.type == up.type == GGMLType.BF16:
         gates = PlainMatrices(room.view(torch.bfloat16), where, gate.inside, gate.n_values)
     else:
-        gates = PlainMatrices(decoded.view(-1), scratch.starts, 0, gate.n_values)
+        gates = PlainMatrices(decoded.view(-1), scratch.starts, 0, gate.n_values, in_rows=True)
         if gate.type == up.type:  # one behind the other: one matrix
             both = QuantMatrix(gate.type, 2 * gate.n_rows, gate.n_cols, inside=gate.inside)
             decode_matrices(room, where, both, out=decoded, counted=counted)
@@ -167,4 +168,4 @@ def _plain_weights(
         return gates, PlainMatrices(room.view(torch.bfloat16), where, down_part.inside)
     behind = gate.n_values + up.n_values
     decode_matrices(room, where, down_part, out=decoded[:, behind:], counted=counted)
-    return gates, PlainMatrices(decoded.view(-1), scratch.starts, 2 * behind)
+    return gates, PlainMatrices(decoded.view(-1), scratch.starts, 2 * behind, in_rows=True)
