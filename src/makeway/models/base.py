@@ -291,4 +291,6 @@ class Header:
 def embedding(ops: Ops, weight: Weight, batch: Batch, *, key: int = EMBEDDING) -> Tensor:
     """Rows of an embedding matrix, f32 [n, hidden], on the batch's device; those fetched ahead stand under `key`."""
     rows = batch.gathered.get(key)
-    return ops.decode(weight.pick(batch.tokens, batch.tokens.device) if rows is None else rows)
+    if rows is None:  # by the host's tokens: the table lies there, and those of the device would have to be waited for
+        rows = weight.pick(torch.tensor(batch.host_tokens, dtype=torch.int64), batch.tokens.device)
+    return ops.decode(rows)
