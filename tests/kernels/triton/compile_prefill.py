@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import triton.language as tl
+
 from makeway.gguf.types import GGMLType
 from makeway.kernels.triton import attend_chunk, chunk_delta, chunk_linear, decode, gemm, sort
 from makeway.kernels.triton.unpack import PLANES, planes_for
@@ -104,13 +106,17 @@ def attention_cases(tiles: gemm.Tiles) -> Iterator[Case]:
             "D": d,
             "BLOCK_TOKENS": 64,
             "KEYS": tiling.keys,
+            "KIND": tl.float32 if kind == F32 else tl.float16,
+            "DESCRIBED": tiling.described,
             "GATED": True,
             "num_warps": tiling.warps,
             "num_stages": tiling.stages,
         }
         pools = {"key_pool": kind, "value_pool": kind, "positions": I64, "selected": I32, "row_segment": I32}
         types = {**pools, "q": F32, "gate": F32, "blocks": I32, "block_tables": I32, "out": F32}
-        yield Case(f"attention {d} {kind}", attend_chunk.chunk_kernel, types, constants)
+        pool = f"tensordesc<fp16[{tiling.keys},{d}]>" if tiling.described else kind
+        chunk_types = {**types, "key_pool": pool, "value_pool": pool}
+        yield Case(f"attention {d} {kind}", attend_chunk.chunk_kernel, chunk_types, constants)
         few = attend_chunk.selected_tiling(d, kind != F32)
         constants = {
             "GROUP": group,

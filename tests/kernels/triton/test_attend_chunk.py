@@ -21,17 +21,21 @@ def attended(q, kv, rows, tiling, gate=None):
 
 
 @pytest.mark.parametrize(
-    ("rows", "keys"),
-    [(16, 64), (32, 128), pytest.param(64, 32, marks=pytest.mark.slow)],
-    ids=["a block", "several blocks", "part of a block"],
+    "tiling",
+    [
+        ChunkTiling(16, 64, warps=4, stages=1),
+        ChunkTiling(32, 128, warps=4, stages=1),
+        ChunkTiling(16, 32, warps=4, stages=1, described=True),
+        pytest.param(ChunkTiling(64, 32, warps=4, stages=1), marks=pytest.mark.slow),
+    ],
+    ids=["a block", "several blocks", "part of a block, described", "part of a block"],
 )
-def test_any_tiling_agrees_with_the_reference(rows, keys, device):
+def test_any_tiling_agrees_with_the_reference(tiling, device):
     sizes = [(121, 21), (0, 13)]
     kv = pools(sizes, block_tokens=64, n_kv=2, d=D, dtype=torch.float16)
     told = batch(sizes, device, block_tokens=64)
     q, gate = randn(told.n_rows, 6, D), randn(told.n_rows, 6, D, seed=1)
     expected = reference.attend(q * 0.25, kv, rows=told.rows) * torch.sigmoid(gate)
-    tiling = ChunkTiling(rows, keys, warps=4, stages=1)
     out = attended(q.to(device), copied(kv, device), told.fixed, tiling, gate.to(device))
     torch.testing.assert_close(out.cpu(), expected, rtol=2e-3, atol=2e-3)
 

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from makeway.kernels.rows import KVLayer, Rows
+from makeway.kernels.triton.gemm import described
 from makeway.kernels.triton.small import sigmoid_of
 
 LOG2_E = 1.4426950408889634
@@ -24,12 +25,14 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True)
 class ChunkTiling:
-    """Rows (queries times heads) and keys of a tile, warps, stages."""
+    """Rows (queries times heads) and keys of a tile, warps, stages. `described`: keys and values are loaded through
+    tensor descriptors, for which a tile must not reach over a block of the cache."""
 
     rows: int
     keys: int
     warps: int
     stages: int
+    described: bool = False
 
 
 EXACT = ChunkTiling(rows=16, keys=16, warps=4, stages=1)  # f32 keys
@@ -38,7 +41,7 @@ AMPERE = {
     True: ChunkTiling(rows=64, keys=32, warps=8, stages=2),
 }
 HOPPER = {
-    False: ChunkTiling(rows=64, keys=64, warps=4, stages=3),
+    False: ChunkTiling(rows=64, keys=64, warps=4, stages=4, described=True),
     True: ChunkTiling(rows=128, keys=64, warps=8, stages=2),
 }
 
@@ -64,25 +67,32 @@ def attend_tiles(
     best,
     total,
     acc,
+    column,
     row_stride,
     D: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     KEYS: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The online softmax over keys start .. stop - 1, tile by tile; keys and values point to the KV head of block 0."""
+    """The online softmax over keys start .. stop - 1, tile by tile; the KV head's values begin at `column` of a token's
+    row_stride ones."""
     t = tl.arange(0, KEYS)
-    i = tl.arange(0, D)
+    i = column + tl.arange(0, D)
     for first in range(start, stop, KEYS):
-        if BLOCK_TOKENS % KEYS == 0:
+        if DESCRIBED:
+            place = tl.load(blocks + first // BLOCK_TOKENS) * BLOCK_TOKENS + first % BLOCK_TOKENS
+            k = keys.load([place, column])
+        elif BLOCK_TOKENS % KEYS == 0:
             block = tl.load(blocks + first // BLOCK_TOKENS).to(tl.int64)
             base = (block * BLOCK_TOKENS + first % BLOCK_TOKENS) * row_stride
             at = base + (t * row_stride)[:, None] + i[None, :]
+            k = tl.load(keys + at)
         else:
             tokens = tl.minimum(first + t, stop - 1)
             block = tl.load(blocks + tokens // BLOCK_TOKENS).to(tl.int64)
             at = ((block * BLOCK_TOKENS + tokens % BLOCK_TOKENS) * row_stride)[:, None] + i[None, :]
-        k = tl.load(keys + at)
+            k = tl.load(keys + at)
         scores = tl.dot(queries, tl.trans(k), input_precision="ieee")
         if MASKED:
             scores = tl.where((first + t)[None, :] <= position[:, None], scores, -float("inf"))
@@ -90,7 +100,10 @@ def attend_tiles(
         weights = tl.exp2(scores - new_best[:, None])
         scale = tl.exp2(best - new_best)
         total = total * scale + tl.sum(weights, 1)
-        v = tl.load(values + at)
+        if DESCRIBED:
+            v = values.load([place, column])
+        else:
+            v = tl.load(values + at)
         acc = tl.dot(weights.to(v.dtype), v, acc * scale[:, None], input_precision="ieee")
         best = new_best
     return best, total, acc
@@ -118,9 +131,12 @@ def chunk_kernel(
     D: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     KEYS: tl.constexpr,
+    KIND: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """QUERIES rows of the span first .. first + n - 1, times GROUP heads (padded to HEADS) of a KV head."""
+    """QUERIES rows of the span first .. first + n - 1, times GROUP heads (padded to HEADS) of a KV head. KIND: the type
+    of keys and values."""
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first
     kv_head = tl.program_id(0)
     n_kv = tl.num_programs(0)
@@ -133,33 +149,51 @@ def chunk_kernel(
     position = before + tl.minimum(query, n - 1)
     i = tl.arange(0, D)
     q_at = q + (row * q_row + (kv_head * GROUP + head) * q_head)[:, None] + i[None, :]
-    queries = (tl.load(q_at, mask=inside[:, None], other=0.0) * scale).to(key_pool.dtype.element_ty)
+    queries = (tl.load(q_at, mask=inside[:, None], other=0.0) * scale).to(KIND)
     best = tl.full([QUERIES * HEADS], -float("inf"), tl.float32)
     total = tl.zeros([QUERIES * HEADS], tl.float32)
     acc = tl.zeros([QUERIES * HEADS, D], tl.float32)
     seen_by_all = (before + tile * QUERIES + 1) // KEYS * KEYS
     seen_by_last = before + tl.minimum(tile * QUERIES + QUERIES, n)
-    keys = key_pool + kv_head * D
-    values = value_pool + kv_head * D
+    column = kv_head * D
     stride = n_kv * D
+    # a loop each, for the compiler keeps the mask out of the first
     best, total, acc = attend_tiles(
-        queries, position, keys, values, blocks, 0, seen_by_all, best, total, acc, stride, D, BLOCK_TOKENS, KEYS, False
+        queries,
+        position,
+        key_pool,
+        value_pool,
+        blocks,
+        0,
+        seen_by_all,
+        best,
+        total,
+        acc,
+        column,
+        stride,
+        D,
+        BLOCK_TOKENS,
+        KEYS,
+        DESCRIBED,
+        False,
     )
     best, total, acc = attend_tiles(
         queries,
         position,
-        keys,
-        values,
+        key_pool,
+        value_pool,
         blocks,
         seen_by_all,
         seen_by_last,
         best,
         total,
         acc,
+        column,
         stride,
         D,
         BLOCK_TOKENS,
         KEYS,
+        DESCRIBED,
         True,
     )
     result = acc / total[:, None]
@@ -189,13 +223,15 @@ def attend_chunk(
     gates = q if gate is None else gate
     heads = triton.next_power_of_2(group)
     queries = max(1, tiles.rows // heads)
-    device = rows.on_device
+    device, pools = rows.on_device, (kv.keys, kv.values)
+    is_described = tiles.described and kv.block_tokens % tiles.keys == 0
+    keys, values = (described(pool.view(-1, n_kv * d), tiles.keys, d) if is_described else pool for pool in pools)
     for i, s in enumerate(rows.spans):
         chunk_kernel[(n_kv, triton.cdiv(s.n, queries))](
             q,
             gates,
-            kv.keys,
-            kv.values,
+            keys,
+            values,
             device.positions,
             device.block_tables[i],
             out,
@@ -212,6 +248,8 @@ def attend_chunk(
             D=d,
             BLOCK_TOKENS=kv.block_tokens,
             KEYS=tiles.keys,
+            KIND=tl.float16 if kv.keys.dtype == torch.float16 else tl.float32,
+            DESCRIBED=is_described,
             GATED=gate is not None,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
