@@ -5,6 +5,7 @@ read singly from the mapped file. Hazard: the hash is exact 64-bit integer arith
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -29,6 +30,14 @@ class PleHash:
     def ngram(self) -> int:
         return len(self.multipliers)
 
+    @cached_property
+    def _sizes(self) -> NDArray[np.int64]:
+        return np.asarray(self.sizes, dtype=np.int64)
+
+    @cached_property
+    def _offsets(self) -> NDArray[np.int64]:
+        return np.asarray(self.offsets, dtype=np.int64)
+
     def rows(self, tokens: tuple[int, ...], window: tuple[int, ...]) -> NDArray[np.int64]:
         """Table rows int64 [n, n_heads] of `tokens`, whose predecessors end with `window` (oldest first).
 
@@ -44,10 +53,9 @@ class PleHash:
             previous = tokens_seen[start - back : len(seen) - back]
             cut |= previous == self.eos
             mixed = mixed ^ (np.where(cut, self.eos, previous) * np.int64(self.multipliers[back]))
-            first = (back - 1) * self.heads_per_ngram
-            heads = range(first, first + self.heads_per_ngram)
-            columns += [mixed % np.int64(self.sizes[i]) + np.int64(self.offsets[i]) for i in heads]
-        return np.stack(columns, axis=1)
+            heads = slice((back - 1) * self.heads_per_ngram, back * self.heads_per_ngram)
+            columns.append(mixed[:, None] % self._sizes[heads] + self._offsets[heads])
+        return np.concatenate(columns, axis=1)
 
     def next_window(self, tokens: tuple[int, ...], window: tuple[int, ...]) -> tuple[int, ...]:
         return (window + tokens)[-(self.ngram - 1) :]
