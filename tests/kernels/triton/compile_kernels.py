@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from makeway.gguf.types import BLOCK_SIZES, GGMLType
+from makeway.kernels.triton import rows
 from makeway.kernels.triton.experts import (
     COMBINE,
     down_kernel,
@@ -114,6 +115,12 @@ def down_case(kind: GGMLType, hidden: int, width: int) -> tuple[str, Any, dict[s
     return f"down {kind.name} {hidden}x{width}", down_kernel, constants, {}
 
 
+def rows_case(kind: GGMLType, n_cols: int) -> tuple[str, Any, dict[str, Any], dict[str, str]]:
+    constants = {**planes_for(kind, n_cols).arguments(), "ROWS": rows.ROWS, "num_warps": 1, "enable_fp_fusion": False}
+    del constants["GROUP"], constants["PARTS"]
+    return f"rows {kind.name} {n_cols}", rows.rows_kernel, constants, {}
+
+
 def cases(every: bool) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, str]]]:
     """Name, kernel, constants, argument types. Small matrices unroll little, so that they compile quickly."""
     words = {"store": "*i32", "arena": "*i32"}
@@ -131,6 +138,7 @@ def cases(every: bool) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, str
         yield linear_case(kind, 640, 2560, 2)
         yield gate_up_case(kind, kind, 2560, 640)
         yield down_case(kind, 2048, 768)
+        yield rows_case(kind, 2560)
         if 640 % BLOCK_SIZES[kind].elements == 0:
             yield down_case(kind, 2560, 640)
     yield gate_up_case(GGMLType.Q4_K, GGMLType.Q6_K, 2560, 640)
