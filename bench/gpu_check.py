@@ -80,6 +80,7 @@ def check(path: Path, kernels: str) -> dict[str, object]:
             reserve = engine.plan.reserve_bytes
             has_drafts = engine.model.facts.n_draft_layers > 0
     peak = torch.cuda.max_memory_reserved() - VRAM + reserve
+    reused = resumed(path, kernels)
     drafted = None
     if has_drafts:
         with Engine.load(path, config(kernels, drafter="mtp", draft_depth=3)) as engine:
@@ -94,9 +95,32 @@ def check(path: Path, kernels: str) -> dict[str, object]:
         "beside_arena_bytes": peak,
         "reserve_bytes": reserve,
         "drafts_checked": drafted is not None,
+        "tokens_reused": reused,
         "link_bytes": status["link"]["bytes"],
         "hit_rate": status["experts"]["hit_rate"],
     }
+
+
+def resumed(path: Path, kernels: str) -> int:
+    """A prompt that starts where a kept one ends (on the grid of 64) answers as it does cold; tokens not read again."""
+    settings = {"drafter": "none", "prefix_ram": 256 << 20}
+    sampling = SamplingParams(max_tokens=24, ignore_eos=True, logprobs=5)
+    with Engine.load(path, config(kernels, **settings)) as engine:
+        prompt = prompt_of(engine, 300)
+        prompt[130] = min(engine.tokenizer.eos_ids)  # a message ends here
+        for _ in engine.generate(prompt[:200], SamplingParams(max_tokens=1, ignore_eos=True)):
+            pass
+        warm = list(engine.generate(prompt, sampling))
+    with Engine.load(path, config(kernels, **settings)) as engine:
+        cold = list(engine.generate(prompt, sampling))
+    assert warm[-1].timings is not None
+    reused = warm[-1].timings.n_cached
+    assert reused > 0, "nothing was reused"
+    assert reused % 64 == 0, f"{reused} tokens are not on the grid"
+    answers = [[(e.token, e.logprobs) for e in events if e.kind == "token"] for events in (warm, cold)]
+    assert len(answers[0]) == 24
+    assert answers[0] == answers[1], f"resumed: {answers[0]}, cold: {answers[1]}"
+    return reused
 
 
 def main() -> int:

@@ -120,9 +120,13 @@ class TritonBackend:
     def __init__(self, device: Device) -> None:
         """Imports Triton."""
         self.numbers = TRITON_NUMBERS
+        from makeway.kernels.cuda.linear import Linears
+        from makeway.kernels.cuda.programs import Programs
         from makeway.kernels.triton.ops import triton_ops
 
-        self.ops = triton_ops(device.torch_device)
+        where = device.torch_device
+        self._programs = Programs() if where.type == "cuda" else None
+        self.ops = triton_ops(where, None if self._programs is None else Linears(where, self._programs))
         self._step: tuple[ExpertCache, StepExperts] | None = None
 
     def step_experts(self, cache: ExpertCache, arena: Arena, *, transient: View, rows: int) -> StepExperts:
@@ -139,7 +143,7 @@ class TritonBackend:
                 f"a file with experts of {', '.join(sorted(kind.name for kind in PLANES))}"
             )
         if self._step is None or self._step[0] is not cache:
-            self._step = (cache, DeviceExperts(cache, arena=arena.whole, most_rows=rows))
+            self._step = (cache, DeviceExperts(cache, arena=arena.whole, most_rows=rows, programs=self._programs))
         return self._step[1]
 
     def pieces(self, cache: ExpertCache, arena: Arena, *, workspace: View, piece_experts: int) -> Pieces:

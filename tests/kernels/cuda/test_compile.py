@@ -8,12 +8,10 @@ from makeway.kernels.cuda.compiler import Module
 pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
 
 MOST_SHARED = 99 * 1024  # of a block on sm_86
-SPILLED_BYTES = {"linears_kernel": 64, "gate_up_kernel": 256, "down_kernel": 64}  # at most; others spill nothing
+SPILLED_BYTES = {"gate_up_kernel": 160, "down_kernel": 320, "linears_kernel": 32}  # at most, stores and loads together; others spill nothing
 
 
-@pytest.mark.parametrize("arch", ["sm_86", pytest.param("sm_90", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("program", all_kernels(), ids=lambda program: program[0][0].stem)
-def test_every_kernel_compiles(program, arch, tmp_path):
+def check(program, arch, tmp_path):
     files, names = program
     module = Module.compile(files, names, arch, cache_folder=tmp_path)
     for name in names:
@@ -22,9 +20,21 @@ def test_every_kernel_compiles(program, arch, tmp_path):
         assert needs.spill_bytes <= SPILLED_BYTES.get(name.partition("<")[0], 0), f"{name}: {needs}"
 
 
+@pytest.mark.parametrize("program", all_kernels([8]), ids=lambda program: program[0][0].stem)
+def test_the_largest_kernels_compile_for_an_rtx_3090(program, tmp_path):
+    check(program, "sm_86", tmp_path)
+
+
 def test_one_of_each_compiles_for_hopper(tmp_path):
     for files, names in all_kernels():
-        Module.compile(files, names[:1], "sm_90", cache_folder=tmp_path)
+        check((files, names[:1]), "sm_90", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_86", "sm_90"])
+@pytest.mark.parametrize("program", all_kernels(), ids=lambda program: program[0][0].stem)
+def test_every_kernel_compiles(program, arch, tmp_path):
+    check(program, arch, tmp_path)
 
 
 def test_every_file_is_in_the_list():

@@ -6,7 +6,7 @@ Hazard: the scratch serves one launch at a time, so all operations of one instan
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,11 +30,32 @@ INDEX_ROWS = 256  # of a chunk whose scores are there together: enough to fill a
 LEAST_BLOCKS = 1 << 12  # of the scratch for scores; its sizes are powers of two, so all of them together are < 2 x one
 
 
-class TritonOps:
-    """Steps of at most MAX_ROWS rows and chunks of a prompt, on one device."""
+class StepLinears(Protocol):
+    """Matrices of decode steps (`makeway.kernels.cuda.linear.Linears`)."""
 
-    def __init__(self, device: torch.device) -> None:
+    def can_multiply(self, weight: Weight) -> bool: ...
+
+    def __call__(
+        self,
+        x: Tensor,
+        weights: Sequence[Weight],
+        *,
+        up: Tensor | None = None,
+        gate: Tensor | None = None,
+        silu_scale: float | None = None,
+    ) -> list[Tensor]: ...
+
+
+class TritonOps:
+    """Steps of at most MAX_ROWS rows and chunks of a prompt, on one device.
+
+    Matrices of a step are multiplied in CUDA C++ where that has their type (`step`: on a GPU), else in Triton, whose
+    kernels want activations as two bf16 parts; CUDA's take them as they are.
+    """
+
+    def __init__(self, device: torch.device, step: StepLinears | None = None) -> None:
         self._device = device
+        self._step = step
         self._rows = linear.Scratch(device)
         self._chunks: chunks.LinearScratch | None = None
         self._delta: dict[tuple[int, ...], DeltaScratch] = {}
@@ -46,6 +67,8 @@ class TritonOps:
         """f32 [n, n_rows]; more than MAX_ROWS rows are rounded to bf16, and so are the weights then."""
         if x.shape[0] == 0:
             return x.new_empty((0, weight.n_rows))
+        if self._in_cuda(x.shape[0], (weight,)):
+            return self._steps(x, (weight,))[0]
         if self._has_kernel(x.shape[0], weight):
             return self._multiply(self._parts_of(x), weight)
         return self._reference(x, weight)
@@ -58,17 +81,34 @@ class TritonOps:
 
     def linears(self, x: Tensor, weights: Sequence[Weight]) -> tuple[Tensor, ...]:
         n = x.shape[0]
-        if 0 < n <= linear.MAX_ROWS and all(linear.can_multiply(w) for w in weights):
+        if self._in_cuda(n, weights):
+            return tuple(self._steps(x, weights))
+        if self._step is None and 0 < n <= linear.MAX_ROWS and all(linear.can_multiply(w) for w in weights):
             return tuple(linears(self._parts_of(x), weights, scratch=self._rows))
+        if n > linear.MAX_ROWS and all(chunks.can_multiply(w) for w in weights):
+            return self._chunk_linears(self._parts_of(x)[0], weights)
         return tuple(self.linear(x, w) for w in weights)
 
+    def _chunk_linears(self, x: Tensor, weights: Sequence[Weight]) -> tuple[Tensor, ...]:
+        """Views of a few products: rows may be strided."""
+        scratch, found = self._chunk_scratch(), list[Tensor]()
+        for group in chunks.together(weights, scratch):
+            some = [weights[i] for i in group]
+            sizes = [w.n_rows for w in some]
+            out = torch.empty((x.shape[0], sum(sizes)), dtype=torch.float32, device=x.device)
+            chunks.chunk_linears(x, some, out=out, scratch=scratch)
+            found += out.split(sizes, dim=1)
+        return tuple(found)
+
     def add_norm(self, h: Tensor, added: Tensor | None, *, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        h, x, parts = fused.add_norm(h, added, gamma=gamma, eps=eps, n_parts=_n_parts(h.shape[0]))
+        h, x, parts = fused.add_norm(h, added, gamma=gamma, eps=eps, n_parts=self._n_parts(h.shape[0]))
         self._remember(x, parts)
         return h, x
 
     def expert_ffn(self, x: Tensor, gate: Weight, up: Weight, down: Weight) -> Tensor:
         gated, straight = self.linears(x, (gate, up))
+        if self._in_cuda(x.shape[0], (down,)):
+            return self._steps(gated, (down,), up=straight)[0]
         parts = fused.swiglu_parts(gated, straight, n_parts=_n_parts(x.shape[0]))
         return self._multiply_or(parts, down)
 
@@ -76,12 +116,15 @@ class TritonOps:
         self, h: Tensor, w: MixerWeights, *, eps: float, added: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         n, n_streams, _ = h.shape
-        n_parts = _n_parts(n)
+        n_parts = self._n_parts(n)
         h, normed, parts = fused.stream_norm(h, w.norm, eps=eps, n_parts=n_parts, added=added)
         self._remember(normed, parts)
         low, *rest = self.linears(normed, (w.down,) if w.inject is None else (w.down, w.inject))
-        low_parts = fused.silu_parts(low, scale=1.0 / n_streams, n_parts=n_parts)
-        up, raw_inject = self._multiply_or(low_parts, w.up), rest[0] if rest else None
+        if self._in_cuda(n, (w.up,)):
+            up = self._steps(low, (w.up,), silu_scale=1.0 / n_streams)[0]
+        else:
+            up = self._multiply_or(fused.silu_parts(low, scale=1.0 / n_streams, n_parts=_n_parts(n)), w.up)
+        raw_inject = rest[0] if rest else None
         x, parts, inject = fused.mixed(up, normed, raw_inject, n_streams=n_streams, n_parts=n_parts)
         self._remember(x, parts)
         return h, x, inject
@@ -101,6 +144,8 @@ class TritonOps:
         assert shared_gate is not None
         w_gate, w_up, down = shared
         logits, factor, gate, up = self.linears(x, (router, shared_gate, w_gate, w_up))
+        if self._in_cuda(x.shape[0], (down,)):
+            return *small.route(logits, top_k), self._steps(gate, (down,), up=up, gate=factor)[0]
         n_parts = _n_parts(x.shape[0])
         ids, weights, parts = choice_and_swiglu(logits, top_k, gate=gate, up=up, shared_gate=factor, n_parts=n_parts)
         return ids, weights, self._multiply_or(parts, down)
@@ -108,7 +153,7 @@ class TritonOps:
     def gated_delta(self, qkv: Tensor, gate: Tensor, *, state: DeltaState, **options: Any) -> Tensor:
         n = qkv.shape[0]
         scratch = self._delta_scratch(state) if n > linear.MAX_ROWS else None
-        out, parts = gated_delta(qkv, gate, state=state, scratch=scratch, n_parts=_n_parts(n), **options)
+        out, parts = gated_delta(qkv, gate, state=state, scratch=scratch, n_parts=self._n_parts(n), **options)
         self._remember(out, parts)
         return out
 
@@ -126,6 +171,18 @@ class TritonOps:
     ) -> Tensor:
         scratch = self._delta_scratch(state) if v.shape[0] > linear.MAX_ROWS else None
         return delta.delta_step(q, k, v=v, decay=decay, beta=beta, state=state, rows=rows, scratch=scratch)
+
+    def _in_cuda(self, n: int, weights: Sequence[Weight]) -> bool:
+        return self._step is not None and 0 < n <= linear.MAX_ROWS and all(map(self._step.can_multiply, weights))
+
+    def _steps(self, x: Tensor, weights: Sequence[Weight], **prologue: Any) -> list[Tensor]:
+        assert self._step is not None
+        self.notes["linear, steps"] = "cuda"
+        return self._step(x if x.is_contiguous() else x.contiguous(), weights, **prologue)
+
+    def _n_parts(self, n: int) -> int:
+        """bf16 parts of activations that are made for the matrices that come next; CUDA's kernels make their own."""
+        return 0 if self._step is not None and n <= linear.MAX_ROWS else _n_parts(n)
 
     def _has_kernel(self, n: int, weight: Weight) -> bool:
         return linear.can_multiply(weight) if n <= linear.MAX_ROWS else chunks.can_multiply(weight)
@@ -150,7 +207,8 @@ class TritonOps:
 
     def _remember(self, x: Tensor, parts: Tensor) -> None:
         """`parts` are x's, as long as nobody changes x."""
-        self._known = (x, _moment(x), parts)
+        if parts.shape[0]:
+            self._known = (x, _moment(x), parts)
 
     def _parts_of(self, x: Tensor) -> Tensor:
         """x f32 [n, n_cols] as matrices take it: bf16 [parts, n, n_cols]; made once for several matrices."""
@@ -185,9 +243,9 @@ def _n_parts(n: int) -> int:
     return 2 if n <= linear.MAX_ROWS else 1
 
 
-def triton_ops(device: torch.device) -> Ops:
-    """Kernels for everything, on `device`."""
-    ops = TritonOps(device)
+def triton_ops(device: torch.device, step: StepLinears | None = None) -> Ops:
+    """Kernels for everything, on `device`; `step` multiplies the matrices of decode steps that it has kernels for."""
+    ops = TritonOps(device, step)
     return Ops(
         "triton",
         linear=ops.linear,
@@ -203,6 +261,7 @@ def triton_ops(device: torch.device) -> Ops:
         write_kv=write_kv,
         attend=attend,
         index_pool=index.index_pool,
+        index_input=index.index_input,
         index_select=ops.index_select,
         conv_step=conv.conv_step,
         delta_step=ops.delta_step,

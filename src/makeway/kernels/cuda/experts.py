@@ -1,0 +1,187 @@
+"""The routed experts of a decode step: gate, up and SwiGLU of every entry, then down and the weighted sum.
+
+Owns the hidden values between the two launches. Never plans and never fetches (`kernels/triton/step_plan.py`).
+Hazard: the hidden values are overwritten by the next layer, on the same stream.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from makeway.gguf.types import row_bytes
+from makeway.kernels.cuda.linear import (
+    AT_ONCE,
+    MAX_ROWS,
+    MAX_SHARED,
+    SHARED_KINDS,
+    SUMS,
+    TILE,
+    activation_bytes,
+    blocks_of,
+    copy_bytes,
+    has_kernel,
+    n_sets,
+    unit_columns,
+)
+from makeway.kernels.cuda.programs import Programs
+from makeway.kernels.triton.experts import ExpertLayout
+from makeway.kernels.triton.step_plan import StepBuffers
+
+SOURCE = Path(__file__).parent / "experts.cu"
+PASS = 4  # rows whose activations a block has at a time
+DOWN_WARPS = 24
+MOST_WARPS = 32  # of a block
+PROCESSORS = 132  # of an H200
+GATE_UP = "pi" + "pppp" + "iil" + "ppp" + "iii"
+DOWN = "ppp" + "ppppp" + "il" + "p" + "iiii"
+
+
+@dataclass(frozen=True)
+class Launches:
+    """How the two launches of a layer are cut. Gate and up: columns of a unit (two warps each), units, rows at a time,
+    bytes of shared memory, blocks of an entry. Down: columns of a warp, warps of an entry, warps, bytes."""
+
+    unit: int
+    units: int
+    pass_rows: int
+    shared_bytes: int
+    blocks: int
+    down_unit: int
+    per_entry: int
+    down_warps: int
+    down_shared_bytes: int
+
+
+def down_columns(layout: ExpertLayout) -> int:
+    """Columns of a warp in the product with down: large units, for all of an entry are in flight at once."""
+    if unit_columns(layout.width) == 256 or layout.down not in SHARED_KINDS:
+        return unit_columns(layout.width)
+    return max(size for size in range(32, 321, 32) if layout.width % size == 0)
+
+
+def can_run(layout: ExpertLayout) -> bool:
+    """Whether there are kernels for a layer's types and sizes."""
+    kinds = ((layout.gate, layout.hidden), (layout.up, layout.hidden), (layout.down, layout.width))
+    if not all(has_kernel(kind, n_cols) for kind, n_cols in kinds) or layout.width % TILE:
+        return False
+    how = launches(layout, n=MAX_ROWS, top_k=1)
+    return 2 * how.units <= MOST_WARPS and how.shared_bytes <= MAX_SHARED
+
+
+def launches(layout: ExpertLayout, *, n: int, top_k: int) -> Launches:
+    """For n rows; the order of sums is the same for all n."""
+    unit = unit_columns(layout.hidden)
+    units = layout.hidden // unit
+    copies = units * (copy_bytes(layout.gate, unit) + copy_bytes(layout.up, unit))
+    pass_rows = min(n, PASS)
+    while pass_rows > 1 and units * (activation_bytes(unit, pass_rows) + 4 * SUMS) + copies > MAX_SHARED:
+        pass_rows -= 1
+    tiles = layout.width // TILE
+    turns = max(1, round(tiles * n * top_k * 2 * units / AT_ONCE))
+    down_unit = down_columns(layout)
+    down_tiles = -(-layout.hidden // TILE)
+    warps = DOWN_WARPS if down_tiles <= PROCESSORS else DOWN_WARPS // 2  # a second block finds room then
+    per_entry = max(1, min(layout.width // down_unit, warps // top_k))
+    of_warp = n_sets(n) * SUMS + copy_bytes(layout.down, down_unit)
+    entries = min(n * top_k, min(warps, MAX_SHARED // of_warp) // per_entry)
+    down_warps = max(per_entry * entries, -(-n * TILE // 32))
+    return Launches(
+        unit=unit,
+        units=units,
+        pass_rows=pass_rows,
+        shared_bytes=units * (activation_bytes(unit, pass_rows) + 4 * SUMS) + copies,
+        blocks=-(-tiles // turns),
+        down_unit=down_unit,
+        per_entry=per_entry,
+        down_warps=down_warps,
+        down_shared_bytes=down_warps * of_warp,
+    )
+
+
+def kernel_names(layout: ExpertLayout, how: Launches, *, n: int) -> tuple[str, str]:
+    """The two instantiations in experts.cu."""
+    sets, gate_up = n_sets(n), f"{int(layout.gate)}, {int(layout.up)}, {how.unit}"
+    down_blocks = blocks_of(how.down_warps, 2)  # its columns are in registers
+    return (
+        f"gate_up_kernel<{gate_up}, {how.units}, {blocks_of(2 * how.units, 1)}>",
+        f"down_kernel<{int(layout.down)}, {how.down_unit}, {sets}, {how.down_warps}, {down_blocks}>",
+    )
+
+
+class StepExpertKernels:
+    """All routed experts of decode steps on one device."""
+
+    def __init__(self, device: torch.device, programs: Programs) -> None:
+        self._device, self._programs = device, programs
+        self._hidden: dict[tuple[int, int, int], tuple[Tensor, Tensor, Tensor]] = {}
+
+    def run(self, buffers: StepBuffers, x: Tensor, arena: Tensor, *, layout: ExpertLayout, acc: Tensor) -> None:
+        """Add the weighted outputs of the plan's experts to acc f32 [n, hidden], in place; x f32 [n, hidden].
+
+        Every entry's bytes are in the arena (u8) at its offset.
+        """
+        n, hidden, width = buffers.n, layout.hidden, layout.width
+        assert x.shape == (n, hidden)
+        assert x.dtype == torch.float32
+        assert x.stride(1) == 1
+        assert x.stride(0) % 4 == 0
+        assert acc.shape == (n, hidden)
+        assert acc.is_contiguous()
+        assert layout.up_at % 16 == 0
+        assert layout.down_at % 16 == 0
+        how = launches(layout, n=n, top_k=buffers.top_k)
+        room = self._room(buffers.n_entries, n, width=width)
+        gate_up, down = kernel_names(layout, how, n=n)
+        self._programs.kernel(SOURCE, gate_up, GATE_UP).launch(
+            (how.blocks, buffers.n_entries, 1),
+            64 * how.units,
+            how.shared_bytes,
+            (
+                x,
+                x.stride(0),
+                arena,
+                buffers.experts,
+                buffers.offsets,
+                buffers.chosen_by,
+                row_bytes(layout.gate, hidden),
+                row_bytes(layout.up, hidden),
+                layout.up_at,
+                *room,
+                n,
+                width,
+                how.pass_rows,
+            ),
+            overlaps_previous=True,
+        )
+        self._programs.kernel(SOURCE, down, DOWN).launch(
+            (-(-hidden // TILE), 1, 1),
+            32 * how.down_warps,
+            how.down_shared_bytes,
+            (
+                *room,
+                arena,
+                buffers.offsets,
+                buffers.chosen_by,
+                buffers.weights,
+                buffers.count,
+                row_bytes(layout.down, width),
+                layout.down_at,
+                acc,
+                n,
+                hidden,
+                width,
+                how.per_entry,
+            ),
+            overlaps_previous=True,
+        )
+
+    def _room(self, entries: int, n: int, *, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden values, their products and sums, as experts.cu says."""
+        key = (entries, n, width)
+        if key not in self._hidden:
+            sizes = (2 * entries * 2 * n * width, entries * max(1, width // 256) * 2 * n * 96, entries * width * 4)
+            rooms = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
+            self._hidden[key] = (rooms[0], rooms[1], rooms[2])
+        return self._hidden[key]

@@ -1,0 +1,93 @@
+"""Products of decode steps in CUDA C++, emulated, against f64 products of what the reference decodes."""
+
+import pytest
+import torch
+
+from makeway.gguf.types import GGMLType as G
+from makeway.kernels import Weight
+from makeway.kernels.cuda.linear import KINDS, MAX_SHARED, Linears, cut, has_kernel
+from tests.kernels.cuda.emulated_programs import EmulatedPrograms
+from tests.kernels.triton.blocks import random_weight
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def linears():
+    return Linears(CPU, EmulatedPrograms())
+
+
+def product(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    return x.double() @ weight.decode().double().T
+
+
+def close(got, want, tolerance=1e-5):
+    error = float((got.double() - want).norm() / want.norm())
+    assert error < tolerance, error
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_every_type(linears, kind):
+    weight = random_weight(kind, 40, 512)
+    x = torch.randn((3, 512), generator=torch.Generator().manual_seed(1))
+    (out,) = linears(x, [weight])
+    close(out, product(x, weight))
+
+
+@pytest.mark.parametrize(("kind", "n_cols"), [(G.Q8_0, 640), (G.Q5_1, 96), (G.Q8_0, 320), (G.F32, 2560), (G.BF16, 64)])
+def test_widths(linears, kind, n_cols):
+    weight = random_weight(kind, 17, n_cols)
+    x = torch.randn((2, n_cols), generator=torch.Generator().manual_seed(2))
+    (out,) = linears(x, [weight])
+    close(out, product(x, weight))
+
+
+def test_several_types_in_one_launch(linears):
+    weights = [random_weight(kind, rows, 256, seed=rows) for kind, rows in ((G.Q4_K, 48), (G.F32, 3), (G.Q6_K, 16))]
+    x = torch.randn((1, 256), generator=torch.Generator().manual_seed(3))
+    for out, weight in zip(linears(x, weights), weights, strict=True):
+        close(out, product(x, weight))
+
+
+@pytest.mark.parametrize("kind", [G.Q4_K, G.Q6_K, G.Q8_0], ids=lambda kind: kind.name)
+def test_a_row_has_the_same_bits_in_any_company(kind):
+    """Of 4608 columns the sums are shared by a different number of blocks for one row and for eight."""
+    weight = random_weight(kind, 20, 4608)
+    assert len({cut([kind], 4608, rows=[20], n=n).splits for n in (1, 8)}) == 2
+    x = torch.randn((8, 4608), generator=torch.Generator().manual_seed(4))
+    (together,) = Linears(CPU, EmulatedPrograms())(x, [weight])
+    close(together, product(x, weight))
+    for programs in (EmulatedPrograms(), EmulatedPrograms(reverse=True)):
+        for rows in (slice(0, 1), slice(3, 5)):
+            assert torch.equal(Linears(CPU, programs)(x[rows], [weight])[0], together[rows])
+
+
+def test_many_tiles_of_a_block(linears):
+    """A matrix with more tiles than blocks: tiles follow each other in two buffers."""
+    weight = random_weight(G.Q6_K, 16 * 3200, 1280)
+    how = cut([G.Q6_K], 1280, rows=[weight.n_rows], n=1)
+    assert how.turns > 1
+    assert how.blocks < 3200
+    x = torch.randn((1, 1280), generator=torch.Generator().manual_seed(5))
+    (out,) = linears(x, [weight])
+    close(out, product(x, weight))
+
+
+def test_what_the_activations_are_made_of(linears):
+    weight = random_weight(G.Q8_0, 16, 128)
+    generator = torch.Generator().manual_seed(6)
+    x, up = (torch.randn((2, 128), generator=generator) for _ in range(2))
+    gate = torch.randn((2, 1), generator=generator)
+    close(linears(x, [weight], silu_scale=0.25)[0], product(torch.nn.functional.silu(0.25 * x), weight))
+    swiglu = torch.nn.functional.silu(x) * up
+    close(linears(x, [weight], up=up)[0], product(swiglu, weight))
+    close(linears(x, [weight], up=up, gate=gate)[0], product(swiglu * torch.sigmoid(gate), weight))
+
+
+def test_every_launch_fits_the_smallest_card():
+    for kind in KINDS:
+        for n_cols in (32, 320, 640, 768, 2048, 2560, 4096, 6144, 10240):
+            if has_kernel(kind, n_cols):
+                how = [cut([kind], n_cols, rows=[512], n=n) for n in (1, 2, 4, 8)]
+                assert max(h.shared_bytes for h in how) <= MAX_SHARED
+                assert len({h.group_units for h in how}) == 1
