@@ -6,7 +6,14 @@ import torch
 from makeway.gguf.types import GGMLType
 from makeway.kernels import Weight
 from makeway.kernels.triton import chunk_linear as module
-from makeway.kernels.triton.chunk_linear import LinearScratch, can_multiply, chunk_linear, least_scratch
+from makeway.kernels.triton.chunk_linear import (
+    LinearScratch,
+    can_multiply,
+    chunk_linear,
+    chunk_linears,
+    least_scratch,
+    together,
+)
 from makeway.kernels.triton.gemm import Tile, Tiles
 from makeway.kernels.triton.unpack import PLANES
 from tests.kernels.triton.blocks import random_weight
@@ -66,6 +73,30 @@ def test_cutting_the_matrix_changes_no_bit(device):
     cut = run(x, weight, device)
     assert torch.equal(run(x, weight, device, spare=least_scratch(weight) * 3), cut)
     assert torch.equal(run(x, weight, device, dtype=torch.bfloat16), cut.bfloat16())
+
+
+@pytest.mark.parametrize("kinds", [(GGMLType.Q8_0, GGMLType.Q5_1, GGMLType.Q8_0), (GGMLType.F32, GGMLType.F32)])
+def test_several_matrices_at_once_have_the_bits_of_each_alone(kinds, device):
+    weights, x = [random_weight(kind, 40 + 30 * i, 96) for i, kind in enumerate(kinds)], activations(9, 96)
+    n_rows = [w.n_rows for w in weights]
+    room = torch.full((1 << 18,), 255, dtype=torch.uint8, device=device)
+    out = torch.full((9, sum(n_rows)), torch.nan, device=device)
+    there = [Weight(w.raw.to(device), w.type, w.n_cols) for w in weights]
+    scratch = LinearScratch.of(room)
+    assert together(there, scratch) == [list(range(len(kinds)))]
+    chunk_linears(x.to(device), there, out=out, scratch=scratch)
+    for weight, part in zip(weights, out.cpu().split(n_rows, dim=1), strict=True):
+        torch.testing.assert_close(part, run(x, weight, device), rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_decoded_alike_and_fits_goes_together(device):
+    kinds = [GGMLType.Q8_0, GGMLType.Q5_1, GGMLType.F32, GGMLType.BF16, GGMLType.BF16, GGMLType.Q8_0, GGMLType.Q8_0]
+    weights = [random_weight(kind, 40, 32) for kind in kinds]
+    values = torch.zeros(2 * 40 * 32, dtype=torch.bfloat16)
+    scratch = LinearScratch(values, values, values)
+    assert together(weights, scratch) == [[0, 1], [2], [3], [4], [5, 6]]
+    scratch = LinearScratch(values[:-1], values, values)
+    assert together(weights, scratch) == [[i] for i in range(7)]
 
 
 def test_other_types_are_refused():

@@ -5,6 +5,7 @@ beside it, on how many there are, or on the cut.
 Hazard: weights are rounded to bf16, except F16 and F32, which are multiplied as sums of bf16 terms and lose nothing.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,14 +61,9 @@ def chunk_linear(x: Tensor, weight: Weight, *, out: Tensor, scratch: LinearScrat
     assert n_cols == weight.n_cols
     assert out.shape == (n, weight.n_rows)
     assert x.stride(1) == out.stride(1) == 1
-    assert can_multiply(weight)
-    assert weight.raw.is_contiguous()
-    assert weight.raw.data_ptr() % 16 == 0
     if n == 0:
         return
-    raw = weight.raw.view(-1)
-    tiles = tiles_of(x.device)
-    tile = tiles.narrow if weight.n_rows <= NARROW or n <= FEW else tiles.linear
+    raw, tile = _raw(weight), _tile(x, weight.n_rows)
     if weight.type == GGMLType.BF16:
         _multiply(x, raw.view(torch.bfloat16), out, tile=tile, n_terms=1, term_rows=0)
         return
@@ -82,6 +78,58 @@ def chunk_linear(x: Tensor, weight: Weight, *, out: Tensor, scratch: LinearScrat
             decode_matrices(raw, scratch.origin, matrix, out=part, counted=scratch.one, term=term)
         some = out[:, first : first + n_rows]
         _multiply(x, scratch.weights, some, tile=tile, n_terms=n_terms, term_rows=run)
+
+
+def together(weights: Sequence[Weight], scratch: LinearScratch) -> list[list[int]]:
+    """Which of them, by number, `chunk_linears` takes at once: neighbours that are decoded alike and fit the room."""
+    groups: list[list[int]] = []
+    n_values = 0
+    for i, weight in enumerate(weights):
+        n_terms = PLANES[weight.type].parts
+        n_values += n_terms * weight.n_rows * weight.n_cols
+        is_alike = i > 0 and weight.type != GGMLType.BF16 and n_terms == PLANES[weights[i - 1].type].parts
+        if is_alike and weights[i - 1].type != GGMLType.BF16 and n_values <= scratch.weights.numel():
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+            n_values = n_terms * weight.n_rows * weight.n_cols
+    return groups
+
+
+def chunk_linears(x: Tensor, weights: Sequence[Weight], *, out: Tensor, scratch: LinearScratch) -> None:
+    """As `chunk_linear`, for several matrices whose outputs stand side by side in `out`: one product. They must be
+    `together`."""
+    if len(weights) == 1:
+        chunk_linear(x, weights[0], out=out, scratch=scratch)
+        return
+    n, n_cols = x.shape
+    n_rows, n_terms = sum(weight.n_rows for weight in weights), PLANES[weights[0].type].parts
+    assert out.shape == (n, n_rows)
+    assert all(weight.n_cols == n_cols for weight in weights)
+    assert n_terms * n_rows * n_cols <= scratch.weights.numel()
+    if n == 0:
+        return
+    first = 0
+    for weight in weights:
+        matrix = QuantMatrix(weight.type, weight.n_rows, n_cols)
+        for term in range(n_terms):
+            part = scratch.weights[(term * n_rows + first) * n_cols :].view(1, -1)
+            decode_matrices(_raw(weight), scratch.origin, matrix, out=part, counted=scratch.one, term=term)
+        first += weight.n_rows
+    _multiply(x, scratch.weights, out, tile=_tile(x, n_rows), n_terms=n_terms, term_rows=n_rows)
+
+
+def _raw(weight: Weight) -> Tensor:
+    """The matrix's bytes, u8 [n]."""
+    assert can_multiply(weight)
+    assert weight.raw.is_contiguous()
+    assert weight.raw.data_ptr() % 16 == 0
+    return weight.raw.view(-1)
+
+
+def _tile(x: Tensor, n_rows: int) -> Tile:
+    tiles = tiles_of(x.device)
+    return tiles.narrow if n_rows <= NARROW or x.shape[0] <= FEW else tiles.linear
 
 
 def _multiply(x: Tensor, weights: Tensor, out: Tensor, *, tile: Tile, n_terms: int, term_rows: int) -> None:

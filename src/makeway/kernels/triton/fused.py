@@ -99,9 +99,10 @@ def stream_norm_kernel(
     D: tl.constexpr,
     PADDED: tl.constexpr,
     ADD: tl.constexpr,
+    WHOLE: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """One stream of a row: h + inject * added where ADD, normed over the stream; f32 and parts."""
+    """One stream of a row: h + inject * added where ADD, normed over the stream; f32 where WHOLE, and parts."""
     row = tl.program_id(0).to(tl.int64)
     stream = tl.program_id(1)
     n_streams = tl.num_programs(1)
@@ -115,7 +116,8 @@ def stream_norm_kernel(
         tl.store(new_h + at, value, mask=inside)
     value = value * tl.rsqrt(tl.sum(value * value, 0) / D + eps)
     value = value * tl.load(gamma + stream * D + i, mask=inside, other=0.0)
-    tl.store(normed + at, value, mask=inside)
+    if WHOLE:
+        tl.store(normed + at, value, mask=inside)
     store_parts(parts, at, part_stride, value, inside, PARTS)
 
 
@@ -123,13 +125,14 @@ def stream_norm(
     h: Tensor, gamma: Tensor, *, eps: float, n_parts: int, added: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """h f32 [n, streams, hidden] (a new one with `added`: inject, out), each stream normed as f32 [n, streams * hidden]
-    and as bf16 [n_parts, n, streams * hidden]."""
+    and as bf16 [n_parts, n, streams * hidden]; with one part the former is that part, for a chunk's matrices round it
+    anyway and bytes are what a chunk's mixer waits for."""
     h = h.contiguous()
     n, n_streams, hidden = h.shape
     new_h = h if added is None else torch.empty_like(h)
     inject, out = (h, h) if added is None else (added[0].contiguous(), added[1].contiguous())
-    normed = torch.empty((n, n_streams * hidden), dtype=torch.float32, device=h.device)
     parts = torch.empty((n_parts, n, n_streams * hidden), dtype=torch.bfloat16, device=h.device)
+    normed = parts[0] if n_parts == 1 else torch.empty(parts.shape[1:], dtype=torch.float32, device=h.device)
     stream_norm_kernel[(n, n_streams)](
         h,
         inject,
@@ -143,6 +146,7 @@ def stream_norm(
         D=hidden,
         PADDED=triton.next_power_of_2(hidden),
         ADD=added is not None,
+        WHOLE=n_parts != 1,
         PARTS=n_parts,
         num_warps=8,
     )
@@ -232,20 +236,22 @@ def ple_gate(
     return gated, normed
 
 
-@triton.jit(do_not_specialize=["n"])
-def silu_kernel(x, parts, part_stride, scale, n, BLOCK: tl.constexpr, PARTS: tl.constexpr):
-    """silu(x * scale) as parts."""
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + i, mask=i < n, other=0.0) * scale
-    store_parts(parts, i, part_stride, value * sigmoid_of(value), i < n, PARTS)
+@triton.jit
+def silu_kernel(x, parts, part_stride, scale, x_row, D, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+    """silu(x * scale) of a row, as parts."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + row * x_row + i, mask=i < D, other=0.0) * scale
+    store_parts(parts, row * D + i, part_stride, value * sigmoid_of(value), i < D, PARTS)
 
 
 def silu_parts(x: Tensor, *, scale: float, n_parts: int) -> Tensor:
-    """silu(x * scale) of f32 [n, d], as bf16 [n_parts, n, d]."""
-    assert x.is_contiguous()
-    parts = torch.empty((n_parts, *x.shape), dtype=torch.bfloat16, device=x.device)
-    silu_kernel[(triton.cdiv(x.numel(), 512),)](
-        x, parts, x.numel(), scale, x.numel(), BLOCK=512, PARTS=n_parts, num_warps=4
+    """silu(x * scale) of f32 [n, d], rows of any stride, as bf16 [n_parts, n, d]."""
+    n, d = x.shape
+    assert x.stride(1) == 1
+    parts = torch.empty((n_parts, n, d), dtype=torch.bfloat16, device=x.device)
+    silu_kernel[(n, triton.cdiv(d, 512))](
+        x, parts, parts[0].numel(), scale, x.stride(0), d, BLOCK=512, PARTS=n_parts, num_warps=4
     )
     return parts
 
@@ -260,6 +266,7 @@ def mix_kernel(
     inject,
     part_stride,
     D,
+    inject_row,
     N_STREAMS: tl.constexpr,
     PADDED_STREAMS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -282,20 +289,22 @@ def mix_kernel(
     if INJECT:
         if tl.program_id(1) == 0:
             k = tl.arange(0, PADDED_STREAMS)
-            raw = tl.load(raw_inject + row * N_STREAMS + k, mask=k < N_STREAMS, other=0.0)
+            raw = tl.load(raw_inject + row * inject_row + k, mask=k < N_STREAMS, other=0.0)
             tl.store(inject + row * N_STREAMS + k, 2.0 * sigmoid_of(raw / N_STREAMS), mask=k < N_STREAMS)
 
 
 def mixed(
     up: Tensor, normed: Tensor, raw_inject: Tensor | None, *, n_streams: int, n_parts: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The end of `hc_mix`: up and normed f32 [n, streams * hidden] -> x f32 [n, hidden], its parts, inject factors."""
+    """The end of `hc_mix`: up f32 and normed f32 or bf16 [n, streams * hidden] -> x f32 [n, hidden], its parts, inject
+    factors."""
     n, hidden = up.shape[0], up.shape[1] // n_streams
     x = torch.empty((n, hidden), dtype=torch.float32, device=up.device)
     parts = torch.empty((n_parts, n, hidden), dtype=torch.bfloat16, device=up.device)
-    inject = None if raw_inject is None else torch.empty_like(raw_inject)
+    inject = None if raw_inject is None else torch.empty((n, n_streams), dtype=torch.float32, device=up.device)
     assert up.is_contiguous()
-    assert raw_inject is None or raw_inject.is_contiguous()
+    assert normed.is_contiguous()
+    assert raw_inject is None or raw_inject.stride(1) == 1
     mix_kernel[(n, triton.cdiv(hidden, 256))](
         up,
         normed,
@@ -305,6 +314,7 @@ def mixed(
         up if inject is None else inject,
         x.numel(),
         hidden,
+        0 if raw_inject is None else raw_inject.stride(0),
         N_STREAMS=n_streams,
         PADDED_STREAMS=triton.next_power_of_2(n_streams),
         BLOCK=256,
@@ -316,28 +326,28 @@ def mixed(
 
 
 @triton.jit
-def swiglu_kernel(gate, up, parts, part_stride, D, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+def swiglu_kernel(gate, up, parts, part_stride, gate_row, up_row, D, BLOCK: tl.constexpr, PARTS: tl.constexpr):
     """silu(gate) * up of a row, as parts."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < D
-    at = row * D + i
-    value = tl.load(gate + at, mask=inside, other=0.0)
-    value = value * sigmoid_of(value) * tl.load(up + at, mask=inside, other=0.0)
-    store_parts(parts, at, part_stride, value, inside, PARTS)
+    value = tl.load(gate + row * gate_row + i, mask=inside, other=0.0)
+    value = value * sigmoid_of(value) * tl.load(up + row * up_row + i, mask=inside, other=0.0)
+    store_parts(parts, row * D + i, part_stride, value, inside, PARTS)
 
 
 def swiglu_parts(gate: Tensor, up: Tensor, *, n_parts: int) -> Tensor:
-    """silu(gate) * up, f32 [n, d]: bf16 [n_parts, n, d]."""
+    """silu(gate) * up, f32 [n, d], rows of any stride: bf16 [n_parts, n, d]."""
     n, d = gate.shape
-    assert gate.is_contiguous()
-    assert up.is_contiguous()
+    assert gate.stride(1) == up.stride(1) == 1
     parts = torch.empty((n_parts, n, d), dtype=torch.bfloat16, device=gate.device)
     swiglu_kernel[(n, triton.cdiv(d, 512))](
         gate,
         up,
         parts,
         n * d,
+        gate.stride(0),
+        up.stride(0),
         d,
         BLOCK=512,
         PARTS=n_parts,
@@ -354,6 +364,7 @@ def gated_norm_kernel(
     out,
     parts,
     part_stride,
+    gate_row,
     eps,
     D: tl.constexpr,
     SIGMOID: tl.constexpr,
@@ -365,7 +376,7 @@ def gated_norm_kernel(
     at = (row * tl.num_programs(1) + tl.program_id(1)) * D + i
     value = tl.load(x + at)
     value = value * tl.rsqrt(tl.sum(value * value, 0) / D + eps) * tl.load(gamma + i)
-    g = tl.load(gate + at)
+    g = tl.load(gate + row * gate_row + tl.program_id(1) * D + i)
     factor = sigmoid_of(g)
     if not SIGMOID:
         factor = factor * g
@@ -376,15 +387,26 @@ def gated_norm_kernel(
 def gated_norm_parts(
     x: Tensor, gate: Tensor, gamma: Tensor, *, eps: float, sigmoid_gate: bool, n_parts: int
 ) -> tuple[Tensor, Tensor]:
-    """x f32 [n, heads, d] normed by gamma [d], gated by gate f32 [n, heads * d]: f32 [n, heads * d], and bf16 [n_parts,
-    n, heads * d]."""
+    """x f32 [n, heads, d] normed by gamma [d], gated by gate f32 [n, heads * d], rows of any stride: f32 [n, heads *
+    d] and bf16 [n_parts, n, heads * d]."""
     n, heads, d = x.shape
     assert x.is_contiguous()
-    assert gate.is_contiguous()
+    assert gate.stride(1) == 1
     assert d == triton.next_power_of_2(d)
     out = torch.empty((n, heads * d), dtype=torch.float32, device=x.device)
     parts = torch.empty((n_parts, n, heads * d), dtype=torch.bfloat16, device=x.device)
     gated_norm_kernel[(n, heads)](
-        x, gate, gamma, out, parts, x.numel(), eps, D=d, SIGMOID=sigmoid_gate, PARTS=n_parts, num_warps=1
+        x,
+        gate,
+        gamma,
+        out,
+        parts,
+        x.numel(),
+        gate.stride(0),
+        eps,
+        D=d,
+        SIGMOID=sigmoid_gate,
+        PARTS=n_parts,
+        num_warps=1,
     )
     return out, parts

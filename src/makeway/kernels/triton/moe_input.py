@@ -25,6 +25,9 @@ def choice_kernel(
     parts,
     part_stride,
     d,
+    gate_row,
+    up_row,
+    shared_row,
     EXPERTS: tl.constexpr,
     PADDED: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -43,9 +46,9 @@ def choice_kernel(
         inside = i < d
         at = row * d + i
         if SHARED:
-            value = tl.load(gate + at, mask=inside, other=0.0)
-            value = value * sigmoid_of(value) * tl.load(up + at, mask=inside, other=0.0)
-            value = value * sigmoid_of(tl.load(shared_gate + row))
+            value = tl.load(gate + row * gate_row + i, mask=inside, other=0.0)
+            value = value * sigmoid_of(value) * tl.load(up + row * up_row + i, mask=inside, other=0.0)
+            value = value * sigmoid_of(tl.load(shared_gate + row * shared_row))
             if PARTS > 0:
                 store_parts(parts, at, part_stride, value, inside, PARTS)
             else:
@@ -63,8 +66,8 @@ def choice_and_zeros(logits: Tensor, top_k: int, *, hidden: int) -> tuple[Tensor
 def choice_and_swiglu(
     logits: Tensor, top_k: int, *, gate: Tensor, up: Tensor, shared_gate: Tensor, n_parts: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`small.route` of logits f32 [n, experts], and silu(gate) * up * sigmoid(shared_gate) of f32 [n, d] and [n, 1]:
-    f32 [n, d], or with `n_parts` bf16 [n_parts, n, d]."""
+    """`small.route` of logits f32 [n, experts], and silu(gate) * up * sigmoid(shared_gate) of f32 [n, d] and [n, 1],
+    rows of any stride: f32 [n, d], or with `n_parts` bf16 [n_parts, n, d]."""
     shape = (n_parts, *gate.shape) if n_parts else gate.shape
     out = torch.empty(shape, dtype=torch.bfloat16 if n_parts else torch.float32, device=gate.device)
     return *_launch(logits, top_k, inputs=(gate, up, shared_gate), out=out, n_parts=n_parts), out
@@ -80,9 +83,7 @@ def _launch(
     ids = torch.empty((n, top_k), dtype=torch.int64, device=logits.device)
     weights = torch.empty((n, top_k), dtype=torch.float32, device=logits.device)
     gate, up, shared_gate = (logits, logits, logits) if inputs is None else inputs
-    assert gate.is_contiguous()
-    assert up.is_contiguous()
-    assert shared_gate.is_contiguous()
+    assert gate.stride(1) == up.stride(1) == 1
     if n:
         choice_kernel[(n, 1 + triton.cdiv(d, block))](
             logits,
@@ -95,6 +96,9 @@ def _launch(
             out,
             n * d,
             d,
+            gate.stride(0),
+            up.stride(0),
+            shared_gate.stride(0),
             EXPERTS=n_experts,
             PADDED=triton.next_power_of_2(n_experts),
             TOP_K=top_k,
