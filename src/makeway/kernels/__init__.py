@@ -29,7 +29,8 @@ The last four work on places of recurrent state, in place: they (1) replay the `
 and the rows' inputs as the place's kept rows.
 
 Larger steps, each the same as some of the above one after the other (`kernels/reference_blocks.py`); a layer uses them
-where it can: linears, norm_rope, add_norm, attend_input, hc_mix, hc_combine, ple_gate, gated_delta, moe_input.
+where it can: linears, norm_rope, add_norm, attend_input, index_input, hc_mix, hc_combine, ple_gate, gated_delta,
+moe_input.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -74,6 +75,7 @@ class Ops:
     norm_rope: Callable[..., Tensor] = reference_blocks.norm_rope
     add_norm: Callable[..., tuple[Tensor, Tensor]] = reference_blocks.add_norm
     attend_input: Callable[..., Tensor] = reference_blocks.attend_input
+    index_input: Callable[..., Tensor] = reference_blocks.index_input
     hc_mix: Callable[..., tuple[Tensor, Tensor, Tensor | None]] = reference_blocks.hc_mix
     hc_combine: Callable[[Tensor, Tensor, Tensor], Tensor] = reference_blocks.hc_combine
     ple_gate: Callable[..., tuple[Tensor, Tensor]] = reference_blocks.ple_gate

@@ -23,7 +23,7 @@ from makeway.kernels.reference import (
     silu,
     softplus,
 )
-from makeway.kernels.reference_attention import write_kv
+from makeway.kernels.reference_attention import index_pool, write_kv
 from makeway.kernels.rows import ConvState, DeltaState, KVLayer, Rows
 from makeway.kernels.weight import Weight
 
@@ -66,6 +66,24 @@ def attend_input(
     keys = norm_rope(k, k_norm, positions=rows.positions, eps=eps, n_rot=n_rot, theta=theta)
     write_kv(keys, v, kv=kv, rows=rows)
     return turned
+
+
+def index_input(
+    raw: Tensor,
+    q: Tensor,
+    *,
+    k_norm: Tensor,
+    q_norm: Tensor,
+    kv: KVLayer,
+    rows: Rows,
+    eps: float,
+    n_rot: int,
+    theta: float,
+) -> Tensor:
+    """`index_pool` of raw f32 [n, index_dim] by k_norm; returns the queries q f32 [n, heads, index_dim] normed by
+    q_norm and turned."""
+    index_pool(raw, k_norm, kv=kv, rows=rows, eps=eps, n_rot=n_rot, theta=theta)
+    return norm_rope(q, q_norm, positions=rows.positions, eps=eps, n_rot=n_rot, theta=theta)
 
 
 @dataclass(frozen=True)

@@ -56,10 +56,10 @@ def attention(ops: Ops, shape: AttentionShape, w: AttentionWeights, *, layer: in
         theta=shape.theta,
     )
     selected = None
-    if w.indexer is not None:
+    if w.indexer is not None and len(indexed) == 1:
         write_keys(ops, w.indexer, indexed[0], kv=kv, batch=batch)
-        if len(indexed) > 1:
-            selected = selected_blocks(ops, w.indexer, indexed[1], kv=kv, batch=batch)
+    elif w.indexer is not None:
+        selected = selected_blocks(ops, w.indexer, indexed[0], queries=indexed[1], kv=kv, batch=batch)
     out = ops.attend(q, kv, rows=batch.rows, selected=selected, gate=both[..., d:] if shape.gated else None)
     return ops.linear(out.reshape(n, -1), w.output)
 

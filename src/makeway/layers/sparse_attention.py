@@ -42,11 +42,20 @@ def write_keys(ops: Ops, w: IndexerWeights, raw: Tensor, *, kv: KVLayer, batch: 
     ops.index_pool(raw, w.k_norm, kv=kv, rows=batch.rows, eps=w.eps, n_rot=w.n_rot, theta=w.theta)
 
 
-def selected_blocks(ops: Ops, w: IndexerWeights, queries: Tensor, *, kv: KVLayer, batch: Batch) -> Tensor:
-    """Blocks int32 [n, n_select] that each row may see besides its tail; the rows' own keys must be written.
+def selected_blocks(ops: Ops, w: IndexerWeights, raw: Tensor, *, queries: Tensor, kv: KVLayer, batch: Batch) -> Tensor:
+    """`write_keys`, and the blocks int32 [n, n_select] that each row may see besides its tail.
 
     queries f32 [n, heads * dim]: the product with `q_proj`.
     """
-    q = queries.view(queries.shape[0], w.n_heads, w.dim)
-    q = ops.norm_rope(q, w.q_norm, positions=batch.positions, eps=w.eps, n_rot=w.n_rot, theta=w.theta)
+    q = ops.index_input(
+        raw,
+        queries.view(queries.shape[0], w.n_heads, w.dim),
+        k_norm=w.k_norm,
+        q_norm=w.q_norm,
+        kv=kv,
+        rows=batch.rows,
+        eps=w.eps,
+        n_rot=w.n_rot,
+        theta=w.theta,
+    )
     return ops.index_select(q, kv, rows=batch.rows, n_select=w.n_select)

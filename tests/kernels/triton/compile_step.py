@@ -29,6 +29,7 @@ TYPES = {
     **dict.fromkeys(("scale", "eps", "q_scale"), "fp32"),
     "positions": "*i64",
     "turns": "*fp64",
+    **dict.fromkeys(("q_gamma", "k_gamma", "q_out"), "*fp32"),
 }
 PARTS = {**TYPES, "parts": "*bf16"}
 

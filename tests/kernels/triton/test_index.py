@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from makeway.kernels import reference_attention as reference
+from makeway.kernels import reference_blocks as blocks
 from makeway.kernels.triton import index
 from makeway.kernels.triton.index import IndexScratch, index_pool, index_select
 from tests.kernels.triton.paged import batch, copied, padded, pools
@@ -40,6 +41,23 @@ def test_pooled_keys_and_the_ring(dtype, sizes, device):
     torch.testing.assert_close(ours.pooled.cpu(), kv.pooled, rtol=limit, atol=limit)
     same = kv.pooled == untouched
     assert torch.equal(ours.pooled.cpu()[same], untouched[same])
+
+
+@pytest.mark.parametrize("sizes", [STEP, CHUNK], ids=["step", "chunk"])
+def test_keys_and_queries_in_one_launch(sizes, device):
+    kv = pools(sizes, block_tokens=16, n_kv=1, d=16, dtype=torch.float32, index_dim=16)
+    rows = batch(sizes, device, block_tokens=16, padding=1)
+    raw, q = randn(rows.n_rows, 16), randn(rows.n_rows, 3, 16, seed=2)
+    norms = {"k_norm": randn(16, seed=1), "q_norm": randn(16, seed=3)}
+    ours = copied(kv, device)
+    on_device = {name: t.to(device) for name, t in norms.items()}
+    found = index.index_input(
+        padded(raw, 1).to(device), padded(q, 1).to(device), **on_device, kv=ours, rows=rows.fixed, **POOL
+    )
+    expected = blocks.index_input(raw, q, **norms, kv=kv, rows=rows.rows, **POOL)
+    torch.testing.assert_close(found[: rows.n_rows].cpu(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(ours.ring.cpu(), kv.ring)
+    torch.testing.assert_close(ours.pooled.cpu(), kv.pooled, rtol=1e-5, atol=1e-5)
 
 
 def choose(q, kv, rows, *, n_select, device, more=0, n_rows=8):

@@ -17,7 +17,7 @@ from torch import Tensor
 from makeway.kernels.rows import KVLayer, Rows
 from makeway.kernels.triton.attend import high_and_low, key_places, times
 from makeway.kernels.triton.linear import MAX_ROWS
-from makeway.kernels.triton.small import cos_sin, rope_turns
+from makeway.kernels.triton.small import cos_sin, normed_and_turned, rope_turns
 
 LOW_BITS = 17  # of a score behind its bin's; eight bits of exponent and six of the mantissa tell the bin
 N_BINS = 1 << (31 - LOW_BITS)
@@ -33,6 +33,9 @@ SMALL_LIST = 1024  # candidates that are searched without reading them again
 def pool_kernel(
     raw,
     gamma,
+    q,
+    q_gamma,
+    q_out,
     turns,
     pooled,
     ring,
@@ -43,6 +46,7 @@ def pool_kernel(
     places,
     block_tables,
     raw_stride,
+    q_stride,
     ring_place,
     table_stride,
     eps,
@@ -55,16 +59,22 @@ def pool_kernel(
     POOL: tl.constexpr,
     KEEP_RAW: tl.constexpr,
 ):
-    """One row: with POOL the pooled key of the block it completes, with KEEP_RAW its raw key into the ring."""
+    """One row: with POOL the pooled key of the block it completes, with KEEP_RAW its raw key into the ring; each
+    further program has a head of its query, normed and turned."""
     row = tl.program_id(0).to(tl.int64)
     segment = tl.load(row_segment + row)
     if segment < 0:
         return
     position = tl.load(positions + row)
-    first = tl.load(first_row + segment)
-    own_ring = ring + tl.load(places + segment).to(tl.int64) * ring_place
     i = tl.arange(0, PADDED)
     inside = i < D
+    if tl.program_id(1) > 0:
+        head = tl.program_id(1) - 1
+        query = normed_and_turned(q + row * q_stride + head * D, q_gamma, turns, position, 1.0, eps, D, PADDED, HALF, 1)
+        tl.store(q_out + (row * (tl.num_programs(1) - 1) + head) * D + i, query, mask=inside)
+        return
+    first = tl.load(first_row + segment)
+    own_ring = ring + tl.load(places + segment).to(tl.int64) * ring_place
     if POOL:
         if (position + 1) % RATIO == 0:
             partner = tl.where(i < HALF, i + HALF, i - HALF)
@@ -97,6 +107,42 @@ def pool_kernel(
 
 def index_pool(raw: Tensor, gamma: Tensor, *, kv: KVLayer, rows: Rows, eps: float, n_rot: int, theta: float) -> None:
     """`kernels/reference_attention.py:index_pool`; raw f32 [n, index_dim]."""
+    _pool(raw, gamma, kv=kv, rows=rows, eps=eps, n_rot=n_rot, theta=theta, queries=None)
+
+
+def index_input(
+    raw: Tensor,
+    q: Tensor,
+    *,
+    k_norm: Tensor,
+    q_norm: Tensor,
+    kv: KVLayer,
+    rows: Rows,
+    eps: float,
+    n_rot: int,
+    theta: float,
+) -> Tensor:
+    """`kernels/reference_blocks.py:index_input`; a padding row's query holds anything."""
+    n, heads, d = q.shape
+    assert raw.shape == (n, d)
+    assert q.stride(2) == 1
+    assert heads == 1 or q.stride(1) == d
+    out = torch.empty((n, heads, d), dtype=torch.float32, device=q.device)
+    _pool(raw, k_norm, kv=kv, rows=rows, eps=eps, n_rot=n_rot, theta=theta, queries=(q, q_norm, out))
+    return out
+
+
+def _pool(
+    raw: Tensor,
+    gamma: Tensor,
+    *,
+    kv: KVLayer,
+    rows: Rows,
+    eps: float,
+    n_rot: int,
+    theta: float,
+    queries: tuple[Tensor, Tensor, Tensor] | None,
+) -> None:
     pooled, ring, ratio = kv.indexer
     n, d = raw.shape
     if n == 0:
@@ -108,9 +154,14 @@ def index_pool(raw: Tensor, gamma: Tensor, *, kv: KVLayer, rows: Rows, eps: floa
     # A row may overwrite what another still pools, unless the ring is long enough for both.
     turns = ((True, True),) if n + ratio - 1 <= n_ring else ((True, False), (False, True))
     for pool, keep in turns:
-        pool_kernel[(n,)](
+        q, q_gamma, out = (raw, gamma, raw) if queries is None or not pool else queries
+        heads = 0 if queries is None or not pool else q.shape[1]
+        pool_kernel[(n, 1 + heads)](
             raw,
             gamma,
+            q,
+            q_gamma,
+            out,
             rope_turns(raw.device, n_rot, theta),
             pooled,
             ring,
@@ -121,6 +172,7 @@ def index_pool(raw: Tensor, gamma: Tensor, *, kv: KVLayer, rows: Rows, eps: floa
             device.places,
             device.block_tables,
             raw.stride(0),
+            q.stride(0),
             ring.stride(0),
             device.block_tables.stride(0),
             eps,
