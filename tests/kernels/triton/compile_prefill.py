@@ -13,7 +13,7 @@ from typing import Any
 import triton.language as tl
 
 from makeway.gguf.types import GGMLType
-from makeway.kernels.triton import attend_chunk, chunk_delta, chunk_linear, decode, gemm, sort
+from makeway.kernels.triton import attend_chunk, chunk_conv, chunk_delta, chunk_linear, decode, gemm, sort
 from makeway.kernels.triton.unpack import PLANES, planes_for
 from tests.kernels.triton.compile_kernels import compiled
 
@@ -81,6 +81,17 @@ def delta_cases() -> Iterator[Case]:
     yield Case("delta prepare", chunk_delta.prepare_kernel, types, constants)
 
 
+def conv_cases() -> Iterator[Case]:
+    types = dict.fromkeys(("x", "kernel", "tail", "kept"), F32)
+    types |= dict.fromkeys(("first_row", "n_rows", "places", "n_replay"), I32)
+    for norm, dilation, out in ((True, 1, BF16), (False, 3, F32)):
+        sizes = {"TAPS": 4, "DILATION": dilation, "N_TAIL": 3 * dilation, "ROWS": chunk_conv.TILE_ROWS, "BLOCK": 128}
+        constants = {**sizes, "NORM": norm, "num_warps": 4}
+        yield Case(
+            f"conv {dilation}", chunk_conv.chunk_conv_kernel, {**types, "out": out, "q_scale": "fp32"}, constants
+        )
+
+
 def sort_cases() -> Iterator[Case]:
     types = {"ids": I64, "offsets": I32, "places": I32, "order": I32, "acc": F32, "out": F32}
     yield Case("count", sort.count_kernel, types, {"BINS": 512, "TILE": sort.COUNT_TILE, "num_warps": 4})
@@ -141,6 +152,7 @@ def cases(tiles: gemm.Tiles, *, every: bool) -> Iterator[Case]:
         return
     yield from attention_cases(tiles)
     yield from delta_cases()
+    yield from conv_cases()
     yield from sort_cases()
     for kind in PLANES:
         yield decode_case(kind, 2560)

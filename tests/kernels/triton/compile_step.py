@@ -88,11 +88,11 @@ def indexer() -> Iterator[Case]:
 
 
 def recurrent() -> Iterator[Case]:
-    for run, mode in ((True, 0), (True, 1), (True, 2), (False, 3)):
-        sizes = {"TAPS": 4, "DILATION": 1, "N_TAIL": 3, "ROWS": conv.CONV_ROWS, "BLOCK": 128, "TAIL_TILE": 4}
+    for run, mode in ((True, 1), (True, 2), (False, 1), (False, 3)):
+        sizes = {"TAPS": 4, "DILATION": 1, "N_TAIL": 3, "BLOCK": 128, "TAIL_TILE": 4}
         constants = {**sizes, "RUN": run, "MODE": mode, "NORM": True, "num_warps": 1}
-        yield f"conv {mode}", conv.conv_kernel, constants, TYPES
-    sizes = {"TAPS": 4, "DILATION": 3, "N_TAIL": 9, "ROWS": conv.CONV_ROWS, "BLOCK": 128, "TAIL_TILE": 16}
+        yield f"conv {mode} {run}", conv.conv_kernel, constants, TYPES
+    sizes = {"TAPS": 4, "DILATION": 3, "N_TAIL": 9, "BLOCK": 128, "TAIL_TILE": 16}
     yield "conv of PLE", conv.conv_kernel, {**sizes, "RUN": True, "MODE": 2, "NORM": False, "num_warps": 1}, TYPES
     for mode in (1, 2, 3):
         sizes = {"GROUP": 0, "D_K": 128, "D_V": 128, "COLUMNS": delta.DELTA_COLUMNS, "MODE": mode, "RAW": True}
@@ -126,7 +126,7 @@ def others() -> Iterator[Case]:
         yield f"pointwise {function}", small.pointwise_kernel, constants, TYPES
     sizes = {"EXPERTS": 512, "PADDED": 512, "TOP_K": 10, "PADDED_K": 16, "num_warps": 1}
     yield "route", small.route_kernel, sizes, TYPES
-    sizes = {"D": 2560, "PADDED": 4096, "ADD": True, "PARTS": 2, "num_warps": 8}
+    sizes = {"D": 2560, "PADDED": 4096, "ADD": True, "WHOLE": True, "PARTS": 2, "num_warps": 8}
     yield "stream norm", fused.stream_norm_kernel, sizes, PARTS
     yield "PLE gate", fused.ple_gate_kernel, {"D": 2560, "PADDED": 4096, "num_warps": 8}, PARTS
     yield "streams combined", fused.combine_kernel, {"BLOCK": 1024, "num_warps": 4}, PARTS

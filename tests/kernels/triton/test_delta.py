@@ -82,17 +82,6 @@ def test_convolution(keep, dilation, device):
     close(ours, theirs)
 
 
-def test_convolution_of_a_chunk(device):
-    rows = batch([(5, 33), (9, 2)], device, block_tokens=16, replays=[3, 0])
-    x, kernel = randn(35, CHANNELS, seed=2), randn(CHANNELS, TAPS, seed=3)
-    theirs = conv_state(1)
-    ours = on(theirs, device)
-    out = conv_step(x.to(device), kernel.to(device), state=ours, rows=rows.fixed)
-    expected = reference.conv_step(x, kernel, state=theirs, rows=rows.rows)
-    torch.testing.assert_close(out.cpu(), expected, rtol=1e-5, atol=1e-5)
-    close(ours, theirs)
-
-
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("tiled", [False, True])
 def test_delta_rule(keep, tiled, device):

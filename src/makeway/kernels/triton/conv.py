@@ -11,13 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 from makeway.kernels.rows import ConvState, Rows
+from makeway.kernels.triton.chunk_conv import chunk_conv
 from makeway.kernels.triton.linear import MAX_ROWS
 from makeway.kernels.triton.small import sigmoid_of
 
-LEAVE, ADVANCE, KEEP, REPLAY = 0, 1, 2, 3
-"""What a launch does to the memory of a sequence: nothing; moves it behind the rows; moves it behind the replayed rows
-and keeps the new ones' inputs; moves it behind the replayed rows, and there are no others."""
-CONV_ROWS = 32  # rows of a chunk that a program convolves
+ADVANCE, KEEP, REPLAY = 1, 2, 3
+"""What a launch does to the memory of a sequence: moves it behind the rows; moves it behind the replayed rows and keeps
+the new ones' inputs; moves it behind the replayed rows, and there are no others."""
 
 
 @triton.jit
@@ -52,14 +52,13 @@ def conv_kernel(
     TAPS: tl.constexpr,
     DILATION: tl.constexpr,
     N_TAIL: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     TAIL_TILE: tl.constexpr,
     RUN: tl.constexpr,
     MODE: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Some channels of one segment. RUN: its rows from ROWS * program_id(2) on. MODE: what becomes of its tail.
+    """Some channels of one segment. RUN: its rows. MODE: what becomes of its tail.
 
     NORM: silu behind the convolution, and the first 2 n_k_heads blocks of channels are heads of q (scaled) and k, of
     length 1 then.
@@ -80,8 +79,7 @@ def conv_kernel(
     elif n == 0:
         return
     if RUN:
-        start = tl.program_id(2) * ROWS
-        for r in range(start, tl.minimum(start + ROWS, n)):
+        for r in range(n):
             acc = tl.zeros([BLOCK], tl.float32)
             for t in tl.static_range(TAPS):
                 i = replayed + r + t * DILATION
@@ -94,27 +92,26 @@ def conv_kernel(
                     if tl.program_id(0) < n_k_heads:
                         acc = acc * q_scale
             tl.store(out + (first + r).to(tl.int64) * channels + c, acc, mask=inside)
-    if MODE > 0:
-        moved = replayed
-        if MODE == 1:
-            moved = replayed + n
-        # all of the new tail is read before any of it is written
-        t = tl.arange(0, TAIL_TILE)[:, None]
-        i = moved + t
-        mask = (t < N_TAIL) & inside[None, :]
-        old = tl.load(tail + i * channels + c[None, :], mask=mask & (i < N_TAIL), other=0.0)
-        again = mask & (i >= N_TAIL) & (i < N_TAIL + replayed)
-        from_kept = tl.load(kept + (i - N_TAIL) * kept_row + c[None, :], mask=again, other=0.0)
-        new = mask & (i >= N_TAIL + replayed)
-        row = first + i - N_TAIL - replayed
-        from_x = tl.load(x + row.to(tl.int64) * x_stride + c[None, :], mask=new, other=0.0)
-        tl.debug_barrier()
-        value = tl.where(i < N_TAIL, old, tl.where(new, from_x, from_kept))
-        tl.store(tail + t * channels + c[None, :], value, mask=mask)
-        if MODE == 2:
-            for r in range(n):
-                new_row = tl.load(x + (first + r).to(tl.int64) * x_stride + c, mask=inside)
-                tl.store(kept + r * kept_row + c, new_row, mask=inside)
+    moved = replayed
+    if MODE == 1:
+        moved = replayed + n
+    # all of the new tail is read before any of it is written
+    t = tl.arange(0, TAIL_TILE)[:, None]
+    i = moved + t
+    mask = (t < N_TAIL) & inside[None, :]
+    old = tl.load(tail + i * channels + c[None, :], mask=mask & (i < N_TAIL), other=0.0)
+    again = mask & (i >= N_TAIL) & (i < N_TAIL + replayed)
+    from_kept = tl.load(kept + (i - N_TAIL) * kept_row + c[None, :], mask=again, other=0.0)
+    new = mask & (i >= N_TAIL + replayed)
+    row = first + i - N_TAIL - replayed
+    from_x = tl.load(x + row.to(tl.int64) * x_stride + c[None, :], mask=new, other=0.0)
+    tl.debug_barrier()
+    value = tl.where(i < N_TAIL, old, tl.where(new, from_x, from_kept))
+    tl.store(tail + t * channels + c[None, :], value, mask=mask)
+    if MODE == 2:
+        for r in range(n):
+            new_row = tl.load(x + (first + r).to(tl.int64) * x_stride + c, mask=inside)
+            tl.store(kept + r * kept_row + c, new_row, mask=inside)
 
 
 def conv_step(x: Tensor, kernel: Tensor, *, state: ConvState, rows: Rows, dilation: int = 1) -> Tensor:
@@ -125,13 +122,14 @@ def conv_step(x: Tensor, kernel: Tensor, *, state: ConvState, rows: Rows, dilati
 def conv_rows(
     x: Tensor, kernel: Tensor, state: ConvState, rows: Rows, *, dilation: int, k_heads: tuple[int, int] | None
 ) -> Tensor:
-    """`k_heads` (their number and d_k): with silu and norms, see `conv_kernel`."""
-    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    """`k_heads` (their number and d_k): with silu and norms, see `conv_kernel`; of a chunk that output is bf16."""
     mode = KEEP if rows.keep else ADVANCE
     if x.shape[0] <= MAX_ROWS:
+        out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         _convolve(x, kernel, out, state, rows, dilation=dilation, run=True, mode=mode, k_heads=k_heads)
     else:  # programs that run a segment's later rows must not see its tail changed
-        _convolve(x, kernel, out, state, rows, dilation=dilation, run=True, mode=LEAVE, k_heads=k_heads)
+        out = torch.empty(x.shape, dtype=torch.float32 if k_heads is None else torch.bfloat16, device=x.device)
+        chunk_conv(x, kernel, state, rows, dilation=dilation, k_heads=k_heads, out=out)
         _convolve(x, kernel, out, state, rows, dilation=dilation, run=False, mode=mode)
     return out
 
@@ -165,9 +163,8 @@ def _convolve(
     n_segments = device.n_rows.shape[0]
     if n == 0:
         return
-    row_tiles = triton.cdiv(n, CONV_ROWS) if run else 1
     n_k_heads, block = (0, 128) if k_heads is None else k_heads
-    conv_kernel[(triton.cdiv(channels, block), n_segments, row_tiles)](
+    conv_kernel[(triton.cdiv(channels, block), n_segments)](
         x,
         kernel,
         out,
@@ -187,7 +184,6 @@ def _convolve(
         TAPS=taps,
         DILATION=dilation,
         N_TAIL=n_tail,
-        ROWS=CONV_ROWS,
         BLOCK=block,
         TAIL_TILE=triton.next_power_of_2(n_tail),
         RUN=run,

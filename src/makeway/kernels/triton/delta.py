@@ -176,7 +176,8 @@ def delta_step(
     scratch: DeltaScratch | None = None,
 ) -> Tensor:
     """`kernels/reference.py:delta_step`. With `scratch` more than MAX_ROWS rows go through `delta_rule_chunks`, which
-    rounds q, k and v to bf16. q, k f32 [n, k_heads, d_k], v f32 [n, v_heads, d_v]: rows of any stride."""
+    rounds q, k and v to bf16, if they are not. q, k f32 [n, k_heads, d_k], v f32 [n, v_heads, d_v]: rows of any stride.
+    """
     decay, beta = decay.contiguous(), beta.contiguous()
     out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
     if v.shape[0] <= MAX_ROWS or scratch is None:
