@@ -23,8 +23,10 @@ from makeway.bench.blocks import random_blocks
 from makeway.bench.report import Figure, Report, cuda_clock, measure
 from makeway.errors import UserError
 from makeway.gguf.types import GGMLType
-from makeway.kernels import Weight
+from makeway.kernels import ConvState, KVLayer, Rows, Span, Weight
 from makeway.kernels.reference import delta_rule
+from makeway.kernels.triton.attend import attend
+from makeway.kernels.triton.chunk_conv import chunk_conv
 from makeway.kernels.triton.chunk_delta import DeltaScratch, delta_rule_chunks
 from makeway.kernels.triton.chunk_linear import LinearScratch, chunk_linear
 from makeway.kernels.triton.decode import QuantMatrix, decode_matrices
@@ -41,8 +43,10 @@ LINEARS = (
     ("out", GGMLType.Q6_K, 2560, 6144),
     ("gate", GGMLType.Q8_0, 6144, 2560),
     ("router", GGMLType.F32, 512, 2560),
+    ("narrow", GGMLType.Q8_0, 320, 10240),
 )
 K_HEADS, HEADS, HEAD_DIM = 16, 48, 128  # of the delta rule
+BLOCK_TOKENS, RATIO, SELECT = 64, 4, 512  # of the KV cache and its indexer
 MIB = 1 << 20
 CALLS = 6
 
@@ -273,6 +277,81 @@ def bench_delta(bench: Bench, n: int) -> None:
     )
 
 
+def paged(n: int, *, n_kv: int, d: int, index_dim: int = 0) -> tuple[KVLayer, Rows]:
+    """A cache of f16 keys and values for a sequence of n tokens whose blocks lie in random order."""
+    n_blocks = -(-n // BLOCK_TOKENS)
+    blocks = torch.randperm(n_blocks).tolist()
+
+    def pool(*shape: int) -> Tensor:
+        return torch.randn((n_blocks, *shape), device=CUDA).half()
+
+    pooled = pool(BLOCK_TOKENS // RATIO, index_dim) if index_dim else None
+    ring = torch.zeros((1, 16, index_dim), device=CUDA) if index_dim else None
+    kv = KVLayer(pool(BLOCK_TOKENS, n_kv, d), pool(BLOCK_TOKENS, n_kv, d), pooled, ring)
+    return kv, Rows(torch.arange(n, device=CUDA), (Span(0, n, 0, blocks, 0),), max_keys=n)
+
+
+def in_order(kv: KVLayer, rows: Rows, repeat: int) -> tuple[Tensor, Tensor]:
+    """Keys and values f32 [heads, tokens, d], each KV head repeated."""
+    blocks = torch.tensor(rows.spans[0].blocks, device=CUDA)
+    keys, values = (
+        pool[blocks].flatten(0, 1).transpose(0, 1).float().repeat_interleave(repeat, 0) for pool in (kv.keys, kv.values)
+    )
+    return keys, values
+
+
+def bench_attention(bench: Bench, n: int) -> None:
+    """A prompt of n tokens in one chunk: all keys with the 30B's heads, all and selected keys with Flash-Next's."""
+    for name, heads, n_kv, d in (("30B", 32, 4, 128), ("Flash-Next", 24, 2, 256)):
+        kv, rows = paged(n, n_kv=n_kv, d=d, index_dim=128 if d == 256 else 0)
+        q = torch.randn((n, heads, d), device=CUDA)
+        run = partial(attend, q, kv, rows=rows, scale=d**-0.5)
+        keys, values = in_order(kv, rows, heads // n_kv)
+        last = q[-64:].transpose(0, 1) * d**-0.5
+        scores = last @ keys.transpose(1, 2)
+        positions = torch.arange(n, device=CUDA)
+        unseen = positions[None] > positions[-64:, None]
+        expected = (scores.masked_fill(unseen, -torch.inf).softmax(-1) @ values).transpose(0, 1)
+        bench.agree(f"attention {name} {n}", run()[-64:], expected, within=0.002)
+        pairs = n * (n + 1) / 2
+        bench.time(f"attention {name} {heads}/{n_kv}x{d}, {n} tokens", run, flops=4.0 * heads * d * pairs)
+        if kv.pooled is not None and n > SELECT * RATIO:
+            limits = (positions + 1) // RATIO
+            draw = torch.rand((n, n // RATIO), device=CUDA)
+            draw.masked_fill_(torch.arange(n // RATIO, device=CUDA)[None] >= limits[:, None], -1.0)
+            chosen = draw.topk(SELECT).indices.sort().values.to(torch.int32)
+            few = limits[:, None] <= SELECT
+            everything = torch.arange(SELECT, device=CUDA, dtype=torch.int32)[None]
+            chosen = torch.where(few, torch.where(everything < limits[:, None], everything, -1), chosen).contiguous()
+            run = partial(run, selected=chosen)
+            is_chosen = torch.zeros((64, n // RATIO + 1), dtype=torch.bool, device=CUDA)
+            is_chosen.scatter_(1, chosen[-64:].long(), True)
+            seen = is_chosen.repeat_interleave(RATIO, 1)[:, :n]
+            seen |= positions[None] >= (limits[-64:] * RATIO)[:, None]
+            expected = (scores.masked_fill(unseen | ~seen, -torch.inf).softmax(-1) @ values).transpose(0, 1)
+            bench.agree(f"selected keys {n}", run()[-64:], expected, within=0.002)
+            n_bytes = float(n_kv * d * 4 * (torch.minimum(limits, torch.tensor(SELECT, device=CUDA)) * RATIO).sum())
+            bench.time(f"selected keys {name}, {n} tokens, from the L2 cache", run, n_bytes=n_bytes)
+
+
+def bench_conv(bench: Bench, n: int) -> None:
+    """The convolution in front of the delta rule, with norms."""
+    channels = (2 * K_HEADS + HEADS) * HEAD_DIM
+    state = ConvState(torch.randn((1, 3, channels), device=CUDA), torch.zeros((1, 1, channels), device=CUDA))
+    x, kernel = torch.randn((n, channels), device=CUDA), torch.randn((channels, 4), device=CUDA)
+    rows = Rows(torch.arange(n, device=CUDA), (Span(0, n, 0, [0], 0),), max_keys=n)
+    out = torch.empty((n, channels), dtype=torch.bfloat16, device=CUDA)
+    run = partial(chunk_conv, x, kernel, state, rows, dilation=1, k_heads=(K_HEADS, HEAD_DIM), out=out)
+    run()
+    inputs = torch.cat((state.tail[0], x[:64])).double()
+    mixed = sum(inputs[t : t + 64] * kernel[:, t].double() for t in range(4))
+    heads = torch.nn.functional.silu(mixed).view(64, -1, HEAD_DIM)
+    heads[:, : 2 * K_HEADS] = torch.nn.functional.normalize(heads[:, : 2 * K_HEADS], dim=-1)
+    heads[:, :K_HEADS] *= HEAD_DIM**-0.5
+    bench.agree(f"convolution {n}", out[:64], heads.flatten(1), within=0.005)
+    bench.time(f"convolution {n}", run, n_bytes=float(x.nbytes + out.nbytes))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768])
@@ -291,6 +370,8 @@ def main() -> int:
         for n in (2048, 8192):
             bench_linears(bench, n)
             bench_delta(bench, n)
+            bench_conv(bench, n)
+        bench_attention(bench, 8192)
         report.finish(options.results, Console(highlight=False, width=120))
     except UserError as fault:
         print(f"error: {fault}", file=sys.stderr)

@@ -128,7 +128,7 @@ def attention_cases(tiles: gemm.Tiles) -> Iterator[Case]:
         pool = f"tensordesc<fp16[{tiling.keys},{d}]>" if tiling.described else kind
         chunk_types = {**types, "key_pool": pool, "value_pool": pool}
         yield Case(f"attention {d} {kind}", attend_chunk.chunk_kernel, chunk_types, constants)
-        few = attend_chunk.selected_tiling(d, kind != F32)
+        few = attend_chunk.selected_tiling(kind != F32)
         constants = {
             "GROUP": group,
             "M": 16,

@@ -265,11 +265,11 @@ class SelectedTiling:
     stages: int
 
 
-def selected_tiling(d: int, half: bool) -> SelectedTiling:
-    """The fixed tiling, by head dimension and type of the keys."""
+def selected_tiling(half: bool) -> SelectedTiling:
+    """The fixed tiling, by type of the keys."""
     if not half:
         return SelectedTiling(keys=16, warps=4, stages=1)
-    return SelectedTiling(keys=64 if d <= 128 else 32, warps=4, stages=2)
+    return SelectedTiling(keys=64, warps=4, stages=2)
 
 
 @triton.jit
@@ -361,7 +361,7 @@ def attend_selected(
     n, n_heads, d = q.shape
     n_kv = kv.keys.shape[2]
     group = n_heads // n_kv
-    tiles = tiling or selected_tiling(d, kv.keys.dtype == torch.float16)
+    tiles = tiling or selected_tiling(kv.keys.dtype == torch.float16)
     gates = q if gate is None else gate
     device = rows.on_device
     selected_kernel[(n_kv, n)](
