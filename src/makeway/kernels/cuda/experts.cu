@@ -17,6 +17,12 @@ DEVICE int chosen(u32 mask, int i) {
     return lowest_one(mask);
 }
 
+template <int KIND>
+DEVICE constexpr bool needs(Sums sums) {
+    if constexpr (is_float(KIND)) return false;
+    else return Block<KIND>::SUMS == sums;
+}
+
 struct Hidden {
     u16* values;
     u8* products;
@@ -77,91 +83,88 @@ struct Unit {
     }
 };
 
-// Tiles of 16 rows of an entry's gate and up products, every n_blocks_x()-th, and SwiGLU. Grid: blocks x entries; two warps for
-// each unit of the columns, one of gate and one of up. Rows are multiplied `most` (at most PASS) at a time.
-template <int GATE, int UP, int UK, int UNITS, int BLOCKS>
-KERNEL(2 * UNITS * 32, BLOCKS)
+// SwiGLU of two rows of a pass (`at` and the next, if `count` is 2) of one tile, 16 lanes each, from [unit][gate, up] sums.
+DEVICE void finish(const float* all, int units, const Hidden& hidden, int entry, int tile, u32 mask, int index, int count,
+                   int at, int lane) {
+    const int second = min(lane / 16, count - 1);
+    float a = 0.0f, b = 0.0f;
+#pragma unroll 4
+    for (int w = 0; w < units; w++) {
+        a += sum_at<1>(all + w * 2 * RED, at + second, lane % 16);
+        b += sum_at<1>(all + w * 2 * RED + RED, at + second, lane % 16);
+    }
+    const float value = a / (1.0f + exp_of(-a)) * b;
+    float four[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) four[i] = shfl(value, (lane & ~3) + i);
+#pragma unroll
+    for (int part = 0; part < 2; part++) {
+        const uint2 packed = pack_four(four);
+        float sum = sum_of(packed);
+        sum += shfl_xor(sum, 4);
+        sum += shfl_xor(sum, 8);
+        if (lane % 4 == 0 && lane / 16 < count)
+            hidden.put(entry, chosen(mask, index + second), tile, part, lane % 16 / 4, packed, sum);
+    }
+}
+
+// Tiles of 16 rows of an entry's gate and up products, every n_blocks_x()-th, and SwiGLU. Grid: blocks x entries; a warp for
+// each unit of the columns. Without LOOPS a block has one tile. Rows are multiplied `most` (at most PASS) at a time.
+template <int GATE, int UP, int UK, bool LOOPS, int UNITS, int BLOCKS>
+KERNEL(UNITS * 32, BLOCKS)
 gate_up_kernel(const float* x, i32 x_stride, const u8* arena, const i32* experts, const i64* offsets,
                const i32* chosen_by, i32 gate_bytes, i32 up_bytes, i64 up_at, u16* values, u8* products, float* sums,
                i32 n, i32 width, i32 most) {
     const int lane = thread_x() % LANES, warp = thread_x() / LANES, n_tiles = width / ROWS, entry = block_y();
-    const int unit = warp % UNITS;
-    const bool is_up = warp >= UNITS;
 
     wait_for_previous();
     let_next_start();
     if (experts[entry] < 0) return;
-    const Hidden hidden{values, products, sums, n, width};
     const u32 mask = static_cast<u32>(chosen_by[entry]);
     const int n_chosen = count_ones(mask), of_warp = Layout<UK>::bytes(most);
-    float* red = reinterpret_cast<float*>(shared_bytes() + UNITS * of_warp);  // [2][gate, up][unit]
-    u8* copies = reinterpret_cast<u8*>(red + 4 * UNITS * RED);
+    float* red = reinterpret_cast<float*>(shared_bytes() + UNITS * of_warp);  // [2][warp][gate, up]
+    u8* copy = reinterpret_cast<u8*>(red + 4 * UNITS * RED) + warp * (Unit<GATE, UK>::COPY + Unit<UP, UK>::COPY);
     const u8* expert = arena + offsets[entry];
-    Unit<GATE, UK> gate{expert + unit * (UK / Block<GATE>::COLUMNS * Block<GATE>::BYTES), static_cast<u32>(gate_bytes),
-                        width, copies + unit * Unit<GATE, UK>::COPY};
-    Unit<UP, UK> up{expert + up_at + unit * (UK / Block<UP>::COLUMNS * Block<UP>::BYTES), static_cast<u32>(up_bytes),
-                    width, copies + UNITS * Unit<GATE, UK>::COPY + unit * Unit<UP, UK>::COPY};
-    if constexpr (GATE == UP) {
-        if (is_up) gate = {up.begin, up.row_bytes, width, copies + warp * Unit<GATE, UK>::COPY};
-    }
-    const bool as_gate = GATE == UP || !is_up;
+    Unit<GATE, UK> gate{expert + warp * (UK / Block<GATE>::COLUMNS * Block<GATE>::BYTES), static_cast<u32>(gate_bytes),
+                        width, copy};
+    Unit<UP, UK> up{expert + up_at + warp * (UK / Block<UP>::COLUMNS * Block<UP>::BYTES), static_cast<u32>(up_bytes),
+                    width, copy + Unit<GATE, UK>::COPY};
 
     int turn = 0;
     for (int first = 0; first < n_chosen; first += most) {
         const int count = min(n_chosen - first, most);
-        const Activations<UK> activations{shared_bytes() + unit * of_warp, count};
-        if (first > 0) sync_block();  // others may still read the columns of the pass before
-        if (as_gate) gate.fetch(block_x(), lane);
-        else up.fetch(block_x(), lane);
-        if (!is_up) {
-            activations.put(lane, [&](int row, int at, float(&v)[4]) {
-                const uint4 four = load16(x + chosen(mask, first + row) * x_stride + unit * UK + at);
+        const Activations<UK> activations{shared_bytes() + warp * of_warp, count};
+        gate.fetch(block_x(), lane);
+        constexpr bool BY_PRODUCT = needs<GATE>(SUMS_BY_PRODUCT) || needs<UP>(SUMS_BY_PRODUCT);
+        constexpr bool BY_BLOCK = needs<GATE>(SUMS_BY_BLOCK) || needs<UP>(SUMS_BY_BLOCK);
+        activations.template put<BY_PRODUCT, BY_BLOCK>(lane, [&](int i) {
+            const float* row = x + chosen(mask, first + i) * x_stride + warp * UK;
+            return [row](int column, float(&v)[4]) {
+                const uint4 four = load16(row + column);
                 v[0] = as_float(four.x);
                 v[1] = as_float(four.y);
                 v[2] = as_float(four.z);
                 v[3] = as_float(four.w);
-            });
-        }
-        sync_block();
-        FromShared view[1];
-        if (as_gate) lane_view<GATE, UK, 1>(view, activations, lane / 4, lane % 4);
-        else lane_view<UP, UK, 1>(view, activations, lane / 4, lane % 4);
-        for (int tile = block_x(); tile < n_tiles; tile += n_blocks_x(), turn ^= 1) {
-            float total[1][4] = {};
-            const int next = tile + n_blocks_x();
-            if (as_gate) {
-                gate.template multiply_into<1>(total, view, lane);
-                if (next < n_tiles) gate.fetch(next, lane);
-            } else {
-                up.template multiply_into<1>(total, view, lane);
-                if (next < n_tiles) up.fetch(next, lane);
-            }
-            float* all = red + turn * 2 * UNITS * RED;
-            put_sums<1>(all + warp * RED, total, lane / 4, lane % 4);
+            };
+        });
+        FromShared gate_view[1], up_view[1];
+        lane_view<GATE, UK, 1>(gate_view, activations, lane / 4, lane % 4);
+        lane_view<UP, UK, 1>(up_view, activations, lane / 4, lane % 4);
+        for (int tile = block_x(); tile < n_tiles; tile = LOOPS ? tile + n_blocks_x() : n_tiles, turn ^= 1) {
+            float* all = red + turn * UNITS * 2 * RED;
+            float total[1][4] = {}, other[1][4] = {};
+            gate.template multiply_into<1>(total, gate_view, lane);
+            up.fetch(tile, lane);
+            put_sums<1>(all + warp * 2 * RED, total, lane / 4, lane % 4);
+            up.template multiply_into<1>(other, up_view, lane);
+            if (LOOPS && tile + n_blocks_x() < n_tiles) gate.fetch(tile + n_blocks_x(), lane);
+            put_sums<1>(all + warp * 2 * RED + RED, other, lane / 4, lane % 4);
             sync_block();
-            for (int two = 2 * warp; two < count; two += 4 * UNITS) {  // a warp finishes two rows, 16 lanes each
-                const int row = min(two + lane / 16, count - 1);
-                float a = 0.0f, b = 0.0f;
-#pragma unroll
-                for (int w = 0; w < UNITS; w++) {
-                    a += sum_at<1>(all + w * RED, row, lane % 16);
-                    b += sum_at<1>(all + (UNITS + w) * RED, row, lane % 16);
-                }
-                const float value = a / (1.0f + exp_of(-a)) * b;
-                float four[4];
-#pragma unroll
-                for (int i = 0; i < 4; i++) four[i] = shfl(value, (lane & ~3) + i);
-#pragma unroll
-                for (int part = 0; part < 2; part++) {
-                    const uint2 packed = pack_four(four);
-                    float sum = sum_of(packed);
-                    sum += shfl_xor(sum, 4);
-                    sum += shfl_xor(sum, 8);
-                    if (lane % 4 == 0 && two + lane / 16 < count)
-                        hidden.put(entry, chosen(mask, first + row), tile, part, lane % 16 / 4, packed, sum);
-                }
-            }
+            for (int two = 2 * warp; two < count; two += 2 * UNITS)  // a warp finishes two rows, 16 lanes each
+                finish(all, UNITS, Hidden{values, products, sums, n, width}, entry, tile, mask, first + two,
+                       min(count - two, 2), two, lane);
         }
+        sync_warp();  // the next pass overwrites the warp's columns
     }
 }
 
@@ -248,14 +251,19 @@ down_kernel(const u16* values, const u8* products, const float* sums, const u8* 
         float total[SETS][4] = {};
         if (warp / per_entry < at_once && entry < count) {
             const u8* expert = arena + offsets[entry] + down_at;
+            Unit<KIND, UK> down{expert, static_cast<u32>(row_bytes), n_rows, copy};
+            down.begin += warp % per_entry * UNIT_BYTES;
+            down.fetch(tile, lane);
             for (int unit = warp % per_entry; unit < n_units; unit += per_entry) {
-                Unit<KIND, UK> down{expert + unit * UNIT_BYTES, static_cast<u32>(row_bytes), n_rows, copy};
-                down.fetch(tile, lane);
                 FromRegisters<UK> x[SETS];
 #pragma unroll
                 for (int set = 0; set < SETS; set++)
                     x[set] = columns.read(entry, unit, lane_column<SETS>(set, g, n), 8 * set + 2 * t, t);
                 down.template multiply_into<SETS>(total, x, lane);
+                if (unit + per_entry < n_units) {
+                    down.begin += per_entry * UNIT_BYTES;
+                    down.fetch(tile, lane);
+                }
             }
         }
         put_sums<SETS>(red + warp * SETS * RED, total, g, t);

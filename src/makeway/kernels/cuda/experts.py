@@ -12,7 +12,6 @@ from torch import Tensor
 
 from makeway.gguf.types import row_bytes
 from makeway.kernels.cuda.linear import (
-    AT_ONCE,
     MAX_ROWS,
     MAX_SHARED,
     SHARED_KINDS,
@@ -32,7 +31,7 @@ from makeway.kernels.triton.step_plan import StepBuffers
 SOURCE = Path(__file__).parent / "experts.cu"
 PASS = 4  # rows whose activations a block has at a time
 DOWN_WARPS = 24
-MOST_WARPS = 32  # of a block
+MOST_WARPS = 16  # of a block
 PROCESSORS = 132  # of an H200
 GATE_UP = "pi" + "pppp" + "iil" + "ppp" + "iii"
 DOWN = "ppp" + "ppppp" + "il" + "p" + "iiii"
@@ -40,7 +39,7 @@ DOWN = "ppp" + "ppppp" + "il" + "p" + "iiii"
 
 @dataclass(frozen=True)
 class Launches:
-    """How the two launches of a layer are cut. Gate and up: columns of a unit (two warps each), units, rows at a time,
+    """How the two launches of a layer are cut. Gate and up: columns of a unit (a warp each), units, rows at a time,
     bytes of shared memory, blocks of an entry. Down: columns of a warp, warps of an entry, warps, bytes."""
 
     unit: int
@@ -67,7 +66,7 @@ def can_run(layout: ExpertLayout) -> bool:
     if not all(has_kernel(kind, n_cols) for kind, n_cols in kinds) or layout.width % TILE:
         return False
     how = launches(layout, n=MAX_ROWS, top_k=1)
-    return 2 * how.units <= MOST_WARPS and how.shared_bytes <= MAX_SHARED
+    return how.units <= MOST_WARPS and how.shared_bytes <= MAX_SHARED
 
 
 def launches(layout: ExpertLayout, *, n: int, top_k: int) -> Launches:
@@ -79,10 +78,11 @@ def launches(layout: ExpertLayout, *, n: int, top_k: int) -> Launches:
     while pass_rows > 1 and units * (activation_bytes(unit, pass_rows) + 4 * SUMS) + copies > MAX_SHARED:
         pass_rows -= 1
     tiles = layout.width // TILE
-    turns = max(1, round(tiles * n * top_k * 2 * units / AT_ONCE))
+    at_once = PROCESSORS * blocks_of(units, 1)
+    turns = -(-tiles // max(1, round(at_once / (n * top_k))))
     down_unit = down_columns(layout)
     down_tiles = -(-layout.hidden // TILE)
-    warps = DOWN_WARPS if down_tiles <= PROCESSORS else DOWN_WARPS // 2  # a second block finds room then
+    warps = DOWN_WARPS if down_tiles <= PROCESSORS else 10  # a second block finds room then
     per_entry = max(1, min(layout.width // down_unit, warps // top_k))
     of_warp = n_sets(n) * SUMS + copy_bytes(layout.down, down_unit)
     entries = min(n * top_k, min(warps, MAX_SHARED // of_warp) // per_entry)
@@ -102,10 +102,11 @@ def launches(layout: ExpertLayout, *, n: int, top_k: int) -> Launches:
 
 def kernel_names(layout: ExpertLayout, how: Launches, *, n: int) -> tuple[str, str]:
     """The two instantiations in experts.cu."""
-    sets, gate_up = n_sets(n), f"{int(layout.gate)}, {int(layout.up)}, {how.unit}"
-    down_blocks = blocks_of(how.down_warps, 2)  # its columns are in registers
+    sets, loops = n_sets(n), "true" if how.blocks < layout.width // TILE else "false"
+    gate_up = f"{int(layout.gate)}, {int(layout.up)}, {how.unit}, {loops}"
+    down_blocks = max(1, 20 // how.down_warps) if sets == 1 else 1
     return (
-        f"gate_up_kernel<{gate_up}, {how.units}, {blocks_of(2 * how.units, 1)}>",
+        f"gate_up_kernel<{gate_up}, {how.units}, {blocks_of(how.units, 1)}>",
         f"down_kernel<{int(layout.down)}, {how.down_unit}, {sets}, {how.down_warps}, {down_blocks}>",
     )
 
@@ -136,7 +137,7 @@ class StepExpertKernels:
         gate_up, down = kernel_names(layout, how, n=n)
         self._programs.kernel(SOURCE, gate_up, GATE_UP).launch(
             (how.blocks, buffers.n_entries, 1),
-            64 * how.units,
+            32 * how.units,
             how.shared_bytes,
             (
                 x,

@@ -20,76 +20,87 @@ struct Values {
     const float *x, *up, *gate;
     int x_stride, up_stride;
     float scale;
-    int column;  // where the unit begins
 
-    DEVICE void operator()(int row, int at, float (&v)[4]) const {
-        const uint4 four = load16(x + row * x_stride + column + at);
-        const u32 words[4] = {four.x, four.y, four.z, four.w};
+    struct Row {
+        const float *x, *up;
+        float factor;
+        DEVICE void operator()(int column, float (&v)[4]) const {
+            const uint4 four = load16(x + column);
+            v[0] = as_float(four.x);
+            v[1] = as_float(four.y);
+            v[2] = as_float(four.z);
+            v[3] = as_float(four.w);
+            if constexpr (PROLOGUE == SILU) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) v[i] = as_float(words[i]);
-        if constexpr (PROLOGUE == SILU) {
+                for (int i = 0; i < 4; i++) {
+                    v[i] *= factor;
+                    v[i] *= sigmoid_of(v[i]);
+                }
+            }
+            if constexpr (PROLOGUE == SWIGLU) {
+                const uint4 other = load16(up + column);
+                const u32 ups[4] = {other.x, other.y, other.z, other.w};
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                v[i] *= scale;
-                v[i] *= sigmoid_of(v[i]);
+                for (int i = 0; i < 4; i++) v[i] = v[i] * sigmoid_of(v[i]) * as_float(ups[i]) * factor;
             }
         }
-        if constexpr (PROLOGUE == SWIGLU) {
-            const float factor = gate == nullptr ? 1.0f : sigmoid_of(gate[row]);
-            const uint4 other = load16(up + row * up_stride + column + at);
-            const u32 ups[4] = {other.x, other.y, other.z, other.w};
-#pragma unroll
-            for (int i = 0; i < 4; i++) v[i] = v[i] * sigmoid_of(v[i]) * as_float(ups[i]) * factor;
-        }
+    };
+    DEVICE Row row(int i, int column) const {
+        float factor = scale;
+        if constexpr (PROLOGUE == SWIGLU) factor = gate == nullptr ? 1.0f : sigmoid_of(gate[i]);
+        return {x + i * x_stride + column, up + i * up_stride + column, factor};
     }
 };
 
-// What a block's warps have in common.
+// What a block's warps have in common: n activations; n_units of the columns, in groups of group_units, `groups` of the
+// n_groups in this block. parts f32 [tile][group][8][16] and counters by tile are for groups in several blocks.
 struct Split {
-    int n;             // activations
-    int n_units;       // of the columns
-    int group_units;   // units of a group
-    int groups;        // of this block
-    float* parts;      // [tile][group][8][16]
-    i32* counters;     // by tile
+    int n, n_units, group_units, groups, n_groups;
+    float* parts;
+    i32* counters;
 };
 
-DEVICE int groups_of(const Split& split) { return (split.n_units + split.group_units - 1) / split.group_units; }
+// The sum of a group's units for one activation and row, from `red` [unit][SETS RED].
+template <int SETS>
+DEVICE float group_sum(const float* red, int count, int of, int row) {
+    float sum = sum_at<SETS>(red, of, row);
+#pragma unroll 8
+    for (int k = 1; k < count; k++) sum += sum_at<SETS>(red + k * SETS * RED, of, row);
+    return sum;
+}
 
-// The sums of one tile, from `red` [warp][SETS RED], to the matrix's output, or to the parts that the last block adds.
+// The sums of one tile, from `red`, to the matrix's output, or to the parts that the last block adds.
 template <int SETS>
 DEVICE void finish_tile(const float* red, const Matrix& m, const Split& split, int tile, int place) {
-    const int first_group = block_y() * split.groups, n_groups = groups_of(split);
-    const bool is_whole = split.groups >= n_groups;
+    const int first_group = block_y() * split.groups, groups = min(split.groups, split.n_groups - first_group);
+    const int last_count = min(split.group_units, split.n_units - (first_group + groups - 1) * split.group_units);
+    const bool is_whole = groups == split.n_groups;
+    float* parts = split.parts + ((place + tile) * split.n_groups + first_group) * 128;
     for (int i = thread_x(); i < split.n * ROWS; i += n_threads()) {
         const int of = i / ROWS, row = i % ROWS;
         float all = 0.0f;
-        for (int j = 0; j < split.groups && first_group + j < n_groups; j++) {
-            const int low = j * split.group_units;
-            const int count = min(split.group_units, split.n_units - first_group * split.group_units - low);
-            float sum = sum_at<SETS>(red + low * SETS * RED, of, row);
-#pragma unroll 8
-            for (int k = 1; k < count; k++) sum += sum_at<SETS>(red + (low + k) * SETS * RED, of, row);
-            if (!is_whole) split.parts[((place + tile) * n_groups + first_group + j) * 128 + i] = sum;
+        for (int j = 0; j < groups; j++) {
+            const int count = j == groups - 1 ? last_count : split.group_units;
+            const float sum = group_sum<SETS>(red + j * split.group_units * SETS * RED, count, of, row);
+            if (!is_whole) parts[j * 128 + i] = sum;
             all = j == 0 ? sum : all + sum;
         }
-        if (is_whole && tile * ROWS + row < m.n_rows) m.out[static_cast<i64>(of) * m.n_rows + tile * ROWS + row] = all;
+        if (is_whole && tile * ROWS + row < m.n_rows) m.out[of * m.n_rows + tile * ROWS + row] = all;
     }
     if (is_whole) return;
-    if (arrived_last(split.counters + place + tile, (n_groups + split.groups - 1) / split.groups)) {
+    if (arrived_last(split.counters + place + tile, (split.n_groups + split.groups - 1) / split.groups)) {
         for (int i = thread_x(); i < split.n * ROWS; i += n_threads()) {
-            const float* part = split.parts + (place + tile) * n_groups * 128 + i;
+            const float* part = split.parts + (place + tile) * split.n_groups * 128 + i;
             float all = load4f_cg(part);
-            for (int j = 1; j < n_groups; j++) all += load4f_cg(part + j * 128);
-            if (tile * ROWS + i % ROWS < m.n_rows)
-                m.out[static_cast<i64>(i / ROWS) * m.n_rows + tile * ROWS + i % ROWS] = all;
+            for (int j = 1; j < split.n_groups; j++) all += load4f_cg(part + j * 128);
+            if (tile * ROWS + i % ROWS < m.n_rows) m.out[i / ROWS * m.n_rows + tile * ROWS + i % ROWS] = all;
         }
     }
 }
 
 // Every `step`-th tile from `tile` on; the next one is fetched while the sums of the last are added.
-template <int KIND, int UK, int SETS, bool LOOPS, class V>
-DEVICE void run_tiles(const Matrix& m, const Split& split, V values, int tile, int step, int place) {
+template <u32 KINDS, int KIND, int UK, int SETS, bool LOOPS, class V>
+DEVICE void run_tiles(const Matrix& m, const Split& split, const V& values, int tile, int step, int place) {
     using B = Block<KIND>;
     constexpr int COPY = B::IS_SHARED ? Copy<KIND, UK>::SIZE : 0;
     const int lane = thread_x() % LANES, warp = thread_x() / LANES, n_warps = n_threads() / LANES;
@@ -119,8 +130,8 @@ DEVICE void run_tiles(const Matrix& m, const Split& split, V values, int tile, i
     wait_for_previous();
     let_next_start();
     if (works) {
-        values.column = unit * UK;
-        activations.put(lane, values);
+        constexpr bool BY_PRODUCT = KINDS & (1u << Q4_K | 1u << Q5_K | 1u << Q6_K), BY_BLOCK = KINDS & (1u << Q5_1);
+        activations.template put<BY_PRODUCT, BY_BLOCK>(lane, [&](int i) { return values.row(i, unit * UK); });
     }
     FromShared x[SETS];
     lane_view<KIND, UK, SETS>(x, activations, g, t);
@@ -150,10 +161,10 @@ DEVICE void run_tiles(const Matrix& m, const Split& split, V values, int tile, i
 }
 
 template <u32 KINDS, int UK, int SETS, bool LOOPS, class V>
-DEVICE void run_kind(const Matrix& m, const Split& split, V values, int tile, int step, int place) {
+DEVICE void run_kind(const Matrix& m, const Split& split, const V& values, int tile, int step, int place) {
 #define MAKEWAY_RUN(KIND)                                                           \
     if constexpr ((KINDS >> KIND) & 1)                                              \
-        if (m.kind == KIND) run_tiles<KIND, UK, SETS, LOOPS>(m, split, values, tile, step, place)
+        if (m.kind == KIND) run_tiles<KINDS, KIND, UK, SETS, LOOPS>(m, split, values, tile, step, place)
     MAKEWAY_RUN(F32);
     MAKEWAY_RUN(F16);
     MAKEWAY_RUN(BF16);
@@ -166,31 +177,35 @@ DEVICE void run_kind(const Matrix& m, const Split& split, V values, int tile, in
 }
 
 // KINDS: a bit for each type among the matrices. SETS: 1 for up to four activations, else 2. WARPS, BLOCKS: of a block, and
-// the fewest blocks that registers leave room for. A missing matrix has no rows. Grid: blocks of all matrices, each of `turns`
-// tiles (LOOPS: more than one), x blocks that share a tile's columns; a warp for each unit of a block.
+// the fewest blocks that registers leave room for. A missing matrix has no rows. Grid: blocks of all matrices, the i-th's up to
+// end_i, of one tile each or, with LOOPS, of several; x blocks that share a tile's columns. A warp for each unit of a block.
 template <u32 KINDS, int UK, int PROLOGUE, int SETS, bool LOOPS, int WARPS, int BLOCKS>
 KERNEL(WARPS * 32, BLOCKS)
 linears_kernel(const float* x, const float* up, const float* gate, i32 x_stride, i32 up_stride, float scale,
                const u8* raw0, const u8* raw1, const u8* raw2, const u8* raw3, float* out0, float* out1, float* out2,
                float* out3, i32 rows0, i32 rows1, i32 rows2, i32 rows3, i32 kind0, i32 kind1, i32 kind2, i32 kind3,
-               i32 bytes0, i32 bytes1, i32 bytes2, i32 bytes3, i32 n, i32 n_units, i32 group_units, i32 groups,
-               i32 turns, float* parts, i32* counters) {
-    const Split split{n, n_units, group_units, groups, parts, counters};
-    const Values<PROLOGUE> values{x, up, gate, x_stride, up_stride, scale, 0};
+               i32 bytes0, i32 bytes1, i32 bytes2, i32 bytes3, i32 end0, i32 end1, i32 end2, i32 n, i32 n_units,
+               i32 group_units, i32 groups, i32 n_groups, float* parts, i32* counters) {
+    const Split split{n, n_units, group_units, groups, n_groups, parts, counters};
+    const Values<PROLOGUE> values{x, up, gate, x_stride, up_stride, scale};
+    const int block = block_x(), tiles0 = (rows0 + ROWS - 1) / ROWS, tiles1 = tiles0 + (rows1 + ROWS - 1) / ROWS;
     Matrix m{raw0, out0, bytes0, rows0, kind0};
-    int block = block_x(), place = 0;
-    const auto blocks = [&] { return ((m.n_rows + ROWS - 1) / ROWS + turns - 1) / turns; };
-    const auto next = [&](const Matrix& other) {
-        block -= blocks();
-        place += (m.n_rows + ROWS - 1) / ROWS;
-        m = other;
-    };
-    if (block >= blocks()) {
-        next({raw1, out1, bytes1, rows1, kind1});
-        if (block >= blocks()) {
-            next({raw2, out2, bytes2, rows2, kind2});
-            if (block >= blocks()) next({raw3, out3, bytes3, rows3, kind3});
-        }
+    int begin = 0, end = end0, place = 0;
+    if (block >= end2) {
+        m = {raw3, out3, bytes3, rows3, kind3};
+        begin = end2;
+        end = n_blocks_x();
+        place = tiles1 + (rows2 + ROWS - 1) / ROWS;
+    } else if (block >= end1) {
+        m = {raw2, out2, bytes2, rows2, kind2};
+        begin = end1;
+        end = end2;
+        place = tiles1;
+    } else if (block >= end0) {
+        m = {raw1, out1, bytes1, rows1, kind1};
+        begin = end0;
+        end = end1;
+        place = tiles0;
     }
-    run_kind<KINDS, UK, SETS, LOOPS>(m, split, values, block, blocks(), place);
+    run_kind<KINDS, UK, SETS, LOOPS>(m, split, values, block - begin, end - begin, place);
 }

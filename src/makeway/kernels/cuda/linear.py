@@ -7,6 +7,7 @@ Hazard: the scratch serves one launch at a time, so all launches of one instance
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -27,12 +28,12 @@ SUMS = 8 * 20 * 4  # bytes of a warp's sums of one set
 TILE = 16  # rows of the matrix
 PLAIN, SILU, SWIGLU = 0, 1, 2
 AT_ONCE = 132 * 64  # warps of a grid, on an H200; with more, blocks take several tiles
-PARAMETERS = "ppp" + "ii" + "f" + 4 * "p" + 4 * "p" + 4 * "i" + 4 * "i" + 4 * "i" + "iiiii" + "pp"
+PARAMETERS = "ppp" + "ii" + "f" + 4 * "p" + 4 * "p" + 4 * "i" + 4 * "i" + 4 * "i" + "iii" + "iiiii" + "pp"
 
 
 def unit_columns(n_cols: int) -> int:
     """Columns that one warp multiplies; 0 where no kernel fits."""
-    return next((unit for unit in (256, 128, 64, 32) if n_cols % unit == 0), 0)
+    return next((unit for unit in (256, 320, 128, 96, 64, 32) if n_cols % unit == 0), 0)
 
 
 def copy_bytes(kind: GGMLType, unit: int) -> int:
@@ -176,6 +177,7 @@ class Linears:
             assert tiles * how.n_groups * TILE * MAX_ROWS <= self._parts.numel()
             assert tiles <= self._counters.numel()
         missing = TOGETHER - len(weights)
+        ends = list(accumulate(-(-r // (TILE * how.turns)) for r in rows)) + [how.blocks] * missing
         kernel = self._programs.kernel(SOURCE, kernel_name(kinds, how, prologue=prologue, n=n), PARAMETERS)
         kernel.launch(
             (how.blocks, how.splits, 1),
@@ -198,11 +200,12 @@ class Linears:
                 *(0,) * missing,
                 *(w.raw.shape[1] for w in weights),
                 *(0,) * missing,
+                *ends[:3],
                 n,
                 how.n_units,
                 how.group_units,
                 how.groups,
-                how.turns,
+                how.n_groups,
                 self._parts,
                 self._counters,
             ),

@@ -53,28 +53,36 @@ struct Activations {
     DEVICE u8* products(int column) const { return at + L::BLOCKS + column * L::PRODUCTS; }
     DEVICE u8* values(int column) const { return at + L::BLOCKS + 2 * n * L::PRODUCTS + column * L::STRIDE; }
 
-    // Rows 0 .. n - 1, from `fetch(row, column, float (&v)[4])`; all lanes of the warp, eight columns each.
-    template <class Fetch>
-    DEVICE void put(int lane, Fetch fetch) const {
+    // Rows 0 .. n - 1; `row_of(i)` gives a function (column, float (&v)[4]) for row i. All lanes of the warp, eight columns each.
+    // BY_PRODUCT, BY_BLOCK: which sums somebody needs.
+    template <bool BY_PRODUCT, bool BY_BLOCK, class RowOf>
+    DEVICE void put(int lane, RowOf row_of) const {
         for (int row = 0; row < n; row++) {
-            float v[2][4] = {};
-            if (UK == 256 || lane < UK / 8) {
-                fetch(row, 8 * lane, v[0]);
-                fetch(row, 8 * lane + 4, v[1]);
-            }
+            const auto fetch = row_of(row);
 #pragma unroll
-            for (int part = 0; part < 2; part++) {
-                const uint2 a = pack_four(v[0]), b = pack_four(v[1]);
-                float sum = sum_of(a) + sum_of(b);
-                sum += shfl_xor(sum, 1);  // of 16
-                const float other = shfl_xor(sum, 2);
-                const int column = column_of(part, row, n);
-                if (UK == 256 || lane < UK / 8) {
-                    *reinterpret_cast<uint4*>(values(column) + 16 * lane) = {a.x, a.y, b.x, b.y};
-                    if (lane % 4 == 0) {
-                        put_products(products(column), lane / 4, sum, other);
-                        const int place = n > 4 ? 8 * part + row : 4 * part + row;
-                        blocks()[lane / 4 * 16 + place] = sum + other;
+            for (int eight = lane; eight - lane < UK / 8; eight += LANES) {
+                const bool live = UK / 8 % LANES == 0 || eight < UK / 8;
+                float v[2][4] = {};
+                if (live) {
+                    fetch(8 * eight, v[0]);
+                    fetch(8 * eight + 4, v[1]);
+                }
+#pragma unroll
+                for (int part = 0; part < 2; part++) {
+                    const uint2 a = pack_four(v[0]), b = pack_four(v[1]);
+                    const int column = column_of(part, row, n);
+                    if (live) *reinterpret_cast<uint4*>(values(column) + 16 * eight) = {a.x, a.y, b.x, b.y};
+                    if constexpr (BY_PRODUCT || BY_BLOCK) {
+                        float sum = sum_of(a) + sum_of(b);
+                        sum += shfl_xor(sum, 1);  // of 16
+                        const float other = shfl_xor(sum, 2);
+                        if (live && eight % 4 == 0) {
+                            if constexpr (BY_PRODUCT) put_products(products(column), eight / 4, sum, other);
+                            if constexpr (BY_BLOCK) {
+                                const int place = n > 4 ? 8 * part + row : 4 * part + row;
+                                blocks()[eight / 4 * 16 + place] = sum + other;
+                            }
+                        }
                     }
                 }
             }
