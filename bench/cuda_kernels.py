@@ -1,7 +1,7 @@
 """Decode's products in CUDA C++: checked against f64, then timed beside what their bytes allow.
 
-Never times a kernel whose numbers it has not checked. Hazard: weights are rotated so that none is in the L2 cache when it
-comes again; launches follow each other as in a step, so each may fetch its weights while the one before it ends.
+Never times a kernel whose numbers it has not checked. Hazard: weights are rotated so that none is in the L2 cache when it comes
+again; launches follow each other as in a step, so each may fetch its weights while the one before it ends.
 
     python -m bench.cuda_kernels      (one JSON line last)
 """
@@ -139,7 +139,7 @@ def sweep(read: float) -> None:
     layers = [(name, Layer(layout, n_experts, top_k)) for name, layout, n_experts, top_k in LAYERS]
     for at_once in (16, 24, 32, 48, 64):
         for budget in (16, 24, 32):
-            experts.AT_ONCE = cuts.AT_ONCE = 132 * at_once
+            cuts.AT_ONCE = (132 * at_once, 132 * at_once)
             experts.blocks_of = cuts.blocks_of = lambda warps, sets, budget=budget: max(1, budget // warps)
             print(f"{at_once} warps at once, room for {budget}:", end="")
             for name, matrices, n_cols in SWEPT:
@@ -164,7 +164,7 @@ def sweep(read: float) -> None:
                     print(f" {name} {begin} {us:.1f}", end="")
             print(flush=True)
     cuts.AT_ONCE, cuts.blocks_of = kept
-    experts.AT_ONCE, experts.blocks_of = kept
+    experts.blocks_of = kept[1]
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ WARPS = 16  # of a block
 SUMS = 8 * 20 * 4  # bytes of a warp's sums of one set
 TILE = 16  # rows of the matrix
 PLAIN, SILU, SWIGLU = 0, 1, 2
-AT_ONCE = 132 * 64  # warps of a grid, on an H200; with more, blocks take several tiles
+AT_ONCE = (132 * 64, 132 * 24)  # warps of a grid, on an H200, for up to two activations and more: else blocks take turns
 PARAMETERS = "ppp" + "ii" + "f" + 4 * "p" + 4 * "p" + 4 * "i" + 4 * "i" + 4 * "i" + "iii" + "iiiii" + "pp"
 
 
@@ -99,7 +99,7 @@ def cut(kinds: Sequence[GGMLType], n_cols: int, *, rows: Sequence[int], n: int) 
     tiles = sum(-(-r // TILE) for r in rows)
     copy = max(copy_bytes(kind, unit) for kind in kinds)
     sets = n_sets(n)
-    turns = max(1, round(tiles * n_units / AT_ONCE))
+    turns = max(1, round(tiles * n_units / AT_ONCE[n > 2]))
     of_warp = activation_bytes(unit, n) + (1 if turns == 1 else 2) * sets * SUMS + copy
     groups = max(1, min(n_groups, min(WARPS, MAX_SHARED // of_warp) // group_units))
     splits = -(-n_groups // groups)
