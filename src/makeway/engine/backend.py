@@ -88,7 +88,7 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the arena."""
+        """Let go of the arena and of memory of one's own; of no use afterwards."""
         ...
 
 
@@ -162,6 +162,7 @@ class TritonBackend:
 
     def close(self) -> None:
         self._step = None
+        del self.ops
 
 
 def open_backend(name: KernelsName, device: Device) -> Backend:

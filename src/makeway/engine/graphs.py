@@ -101,11 +101,13 @@ class _Inputs:
 
 
 class _Captured(Generic[Out]):
-    """A computation whose inputs and outputs have constant addresses: captured on CUDA, else run as it is."""
+    """A computation whose inputs and outputs have constant addresses: captured on CUDA, else run as it is.
+
+    Never keeps the computation: its owner would be in a cycle, and hold the arena until somebody collects garbage.
+    """
 
     def __init__(self, compute: Callable[[], Out], device: torch.device) -> None:
         """Compiles its kernels and runs it once; its inputs must be harmless (padding)."""
-        self._compute = compute
         self._graph: torch.cuda.CUDAGraph | None = None
         self._out: Out | None = None
         if device.type != "cuda":
@@ -122,9 +124,10 @@ class _Captured(Generic[Out]):
         with torch.cuda.graph(self._graph):
             self._out = compute()
 
-    def run(self) -> Out:
+    def run(self, compute: Callable[[], Out]) -> Out:
+        """`compute`: the same as before."""
         if self._graph is None:
-            return self._compute()
+            return compute()
         self._graph.replay()
         assert self._out is not None
         return self._out
@@ -171,7 +174,7 @@ class StepGraph:
         model, experts, n = self._passes.model, self._passes.experts, len(batch.host_tokens)
         self._inputs.fill(batch, model.gather(batch))
         experts.begin_pass(range(model.facts.n_layers), self.n)
-        out = self._captured.run()
+        out = self._captured.run(self._compute)
         self._logits[:n].copy_(out.logits[:n], non_blocking=True)
         experts.last_pass_runs()
         if model.device.type == "cuda":
@@ -207,7 +210,7 @@ class DraftGraph:
         first = self._passes.experts.begin_pass([model.facts.n_layers], self.n)
         self._inputs.fill(batch, model.draft_gather(batch), first=first)
         self._states[:n].copy_(states)
-        out = self._captured.run()
+        out = self._captured.run(self._compute)
         return DraftOutputs(out.logits[:n], out.states[:n], out.best[:n])
 
     def _compute(self) -> DraftOutputs:
@@ -235,7 +238,7 @@ class RememberGraph:
         """As `DraftGraph.run`."""
         self._inputs.fill(batch, self._passes.model.draft_gather(batch))
         self._states[: len(batch.host_tokens)].copy_(states)
-        self._captured.run()
+        self._captured.run(self._compute)
 
     def _compute(self) -> None:
         self._passes.model.draft_remember(self._batch, self._states)

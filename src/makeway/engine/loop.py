@@ -134,7 +134,8 @@ class Loop:
         for sequence in self._sequences.values():
             sequence.close()
         self._sequences.clear()
-        self._reading = None
+        self._drop_reading()
+        self._keeper.forget()
         if self._recorder is not None:
             self._recorder.close()
 
@@ -302,7 +303,7 @@ class Loop:
         """Phase failed: nothing is published, every request is told and gone."""
         self.failure = f"{type(fault).__name__}: {fault}"
         self.totals.n_faults += 1
-        self._reading = None
+        self._drop_reading()
         self._keeper.forget()
         self._memory.swing.abandon()
         events = [
@@ -314,6 +315,11 @@ class Loop:
         if self._recorder is not None:
             self._recorder.drop()
         return events
+
+    def _drop_reading(self) -> None:
+        if self._reading is not None:
+            self._reading.close()
+        self._reading = None
 
     def _read_alone(self, sequence: SequenceState, tokens: list[int]) -> torch.Tensor:
         memory, swing = self._memory, self._memory.swing

@@ -99,7 +99,8 @@ class EngineMemory:
 
     def close(self) -> None:
         """Gives everything back, the device's memory too: the model's weights are views of it."""
-        del self.model
+        self.device.synchronize()  # copies under way write into the arena
+        del self.model, self.ops
         self.graphs = self.swing.decode = None
         self._backend.close()
         self.prefixes.clear()

@@ -128,6 +128,12 @@ class Reading:
         if not self._readers:
             self._close_sweep()
 
+    def close(self) -> None:
+        """Nothing is read any more: lets go of the room that was lent, also after a fault. The sweep calls back, so it
+        would stay alive with this object."""
+        self._sweep = self._experts = None
+        self._steps = iter(())
+
     def prompt_counts(self) -> NDArray[np.float32]:
         """[layers, experts]: what was routed, the tail of each prompt weighted most."""
         plan = self._memory.plan
@@ -223,7 +229,7 @@ class Reading:
         """Over or given up: nothing is computed before the copies under way are complete."""
         if self._experts is not None:
             self._experts.close()
-        self._sweep = self._experts = None
+        self.close()
 
     def _live(self, sweep: Sweep) -> list[tuple[SweepPart, Request]]:
         return [(part, self._readers[part.first]) for part in sweep.parts if part.first in self._readers]
