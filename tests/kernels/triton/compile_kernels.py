@@ -5,6 +5,7 @@ memory.
 """
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -51,11 +52,27 @@ LONGS = ("slots_at", "slot_stride", "transient_at", "transient_stride")
 ANY_VALUE = ("n", "n_ids", "n_spares", "top_k")
 
 
+ACCESS = re.compile(r"\b(ld(?!\.param|\.shared)|st(?!\.param|\.shared)|atom|red(?!ux)|cp|prefetch\w*|discard)\.")
+"""Of memory that other kernels know of, in PTX."""
+
 PLAN = {"N": 8, "HAS_LIVE": True, "WORDS": FETCH_WORDS, "num_warps": 8}
 
 
+def waits_first(ptx: str) -> bool:
+    """Whether a kernel waits for those before it, and touches no memory until then. Raises AssertionError when it waits
+    too late."""
+    waits = ptx.find("griddepcontrol.wait")
+    access = ACCESS.search(ptx)
+    assert access is None or waits < access.start(), f"{access.group()} comes before the wait"
+    return waits >= 0
+
+
 def compiled(kernel: Any, constants: dict[str, Any], *, arch: int, types: dict[str, str] | None = None) -> Any:
-    """The kernel for one specialisation, sizes and strides being multiples of 16; options stand among the constants."""
+    """The kernel for one specialisation, sizes and strides being multiples of 16; options stand among the constants.
+    Where it may begin before the one in front of it has ended, it does; whether it waits then is checked."""
+    overlaps = arch >= 90 and "PDL" in kernel.arg_names
+    if "PDL" in kernel.arg_names:
+        constants = {**constants, "PDL": overlaps, "launch_pdl": overlaps}
     known = {
         **POINTERS,
         **dict.fromkeys(FLOATS, "*fp32"),
@@ -72,7 +89,10 @@ def compiled(kernel: Any, constants: dict[str, Any], *, arch: int, types: dict[s
         if kind != "constexpr" and name not in ANY_VALUE
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=multiples)
-    return compile_kernel(source, target=GPUTarget("cuda", arch, 32), options={"enable_fp_fusion": True, **options})
+    target = GPUTarget("cuda", arch, 32)
+    result = compile_kernel(source, target=target, options={"enable_fp_fusion": True, **options})
+    assert waits_first(result.asm["ptx"]) == result.metadata.launch_pdl == overlaps, kernel
+    return result
 
 
 def linear_case(

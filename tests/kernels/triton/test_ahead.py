@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from makeway.kernels.triton.ahead import compiling_ahead
+from makeway.kernels.triton.launch import begin
 
 triton.runtime.driver.set_active(SimpleNamespace(
     get_current_device=lambda: 0, get_current_stream=lambda device: 0,
@@ -24,6 +25,11 @@ triton.runtime.driver.set_active(SimpleNamespace(
 def double_kernel(x, n, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
     tl.store(x + i, 2 * tl.load(x + i, mask=i < n), mask=i < n)
+
+@triton.jit
+def early_kernel(x, PDL: tl.constexpr):
+    begin(PDL)
+    tl.store(x, 1.0)
 
 @triton.jit
 def wrong_kernel(x, BLOCK: tl.constexpr):
@@ -37,9 +43,13 @@ with compiling_ahead():
     for _ in range(2):
         double_kernel[(1,)](x, 5, BLOCK=16)
         double_kernel[(1,)](x, 16, BLOCK=32)
+    for early in (False, True):
+        early_kernel[(1,)](x, PDL=early, launch_pdl=early)
 assert torch.equal(x, torch.ones(16)), "something ran"
 assert len(known(double_kernel)) == 2
 assert all(isinstance(k, CompiledKernel) for k in known(double_kernel))
+assert [k.metadata.launch_pdl for k in known(early_kernel)] == [False, True]
+assert ["griddepcontrol.wait" in k.asm["ptx"] for k in known(early_kernel)] == [False, True]
 
 with pytest.raises(triton.CompilationError):
     with compiling_ahead():

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from makeway.kernels.rows import KVLayer, Rows
 from makeway.kernels.triton.attend_chunk import attend_chunk, attend_selected
+from makeway.kernels.triton.launch import begin, overlap
 from makeway.kernels.triton.linear import MAX_ROWS
 from makeway.kernels.triton.small import sigmoid_of
 
@@ -39,8 +40,10 @@ def write_kernel(
     n_value,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row's keys (n_key values of all heads) and values into their place."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     segment = tl.load(row_segment + row)
     if segment < 0:
@@ -82,6 +85,7 @@ def write_kv(keys: Tensor, values: Tensor, *, kv: KVLayer, rows: Rows) -> None:
         BLOCK_TOKENS=kv.block_tokens,
         BLOCK=512,
         num_warps=4,
+        **overlap(keys.device),
     )
 
 
@@ -156,12 +160,14 @@ def row_kernel(
     KEYS: tl.constexpr,
     TILES: tl.constexpr,
     HALF: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One split (TILES key tiles) of the keys that a row's GROUP heads of a KV head see.
 
     RATIO 0: token t is key t. Else key e is token e % RATIO of the block number e // RATIO of the row's choice, the
     incomplete block coming last.
     """
+    begin(PDL)
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
@@ -223,8 +229,10 @@ def combine_kernel(
     SPLIT: tl.constexpr,
     AT_ONCE: tl.constexpr,
     GATED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The splits of a row and head, in order; a padding row gets zeros."""
+    begin(PDL)
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     i = tl.arange(0, D)
@@ -260,8 +268,8 @@ def combine_kernel(
 
 
 def row_keys(d: int, half: bool) -> int:
-    """Keys of a tile of a step's attention."""
-    return 64 if half and d <= 128 else 32 if half else 16
+    """Keys of a tile of a step's attention: what fits a multiprocessor's memory, for all of them are on their way at once."""
+    return 16 if not half else 128 if d <= 128 else 64
 
 
 def attend(
@@ -300,7 +308,6 @@ def attend(
         assert selected is not None
         attend_selected(q, kv, rows=rows, selected=selected, gate=gate, scale=scale, out=out)
         return out
-    keys = row_keys(d, half)
     ratio, n_select, most = 0, 0, rows.max_keys
     if selected is not None:
         assert selected.is_contiguous()
@@ -308,6 +315,7 @@ def attend(
         ratio, n_select = kv.indexer[2], selected.shape[1]
         most = min(most, n_select * ratio + ratio - 1)
     split_keys = SPLIT_SELECTED if ratio else SPLIT_KEYS
+    keys = min(row_keys(d, half), split_keys)
     n_splits = triton.cdiv(most, split_keys)
     parts = torch.empty((n, n_heads, n_splits, d), dtype=torch.float32, device=q.device)
     sums = torch.empty((n, n_heads, n_splits, 2), dtype=torch.float32, device=q.device)
@@ -334,8 +342,9 @@ def attend(
         KEYS=keys,
         TILES=split_keys // keys,
         HALF=half,
-        num_warps=4,
+        num_warps=8 if half else 4,
         num_stages=2,
+        **overlap(q.device),
     )
     combine_kernel[(n_heads, n)](
         gates,
@@ -354,5 +363,6 @@ def attend(
         AT_ONCE=COMBINE_SPLITS,
         GATED=gate is not None,
         num_warps=4,
+        **overlap(q.device),
     )
     return out

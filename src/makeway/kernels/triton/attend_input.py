@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from makeway.kernels.rows import KVLayer, Rows
+from makeway.kernels.triton.launch import begin, overlap
 from makeway.kernels.triton.small import normed_and_turned, rope_turns
 
 
@@ -40,8 +41,10 @@ def attend_input_kernel(
     PADDED: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One head of a row: of q, then of k, then of v."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     i = tl.arange(0, PADDED)
@@ -124,5 +127,6 @@ def attend_input(
         HALF=n_rot // 2,
         BLOCK_TOKENS=kv.block_tokens,
         num_warps=1,
+        **overlap(q.device),
     )
     return out

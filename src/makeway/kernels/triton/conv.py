@@ -12,6 +12,7 @@ from torch import Tensor
 
 from makeway.kernels.rows import ConvState, Rows
 from makeway.kernels.triton.chunk_conv import chunk_conv
+from makeway.kernels.triton.launch import begin, overlap
 from makeway.kernels.triton.linear import MAX_ROWS
 from makeway.kernels.triton.small import sigmoid_of
 
@@ -57,12 +58,14 @@ def conv_kernel(
     RUN: tl.constexpr,
     MODE: tl.constexpr,
     NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Some channels of one segment. RUN: its rows. MODE: what becomes of its tail.
 
     NORM: silu behind the convolution, and the first 2 n_k_heads blocks of channels are heads of q (scaled) and k, of
     length 1 then.
     """
+    begin(PDL)
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = c < channels
     segment = tl.program_id(1)
@@ -190,4 +193,5 @@ def _convolve(
         MODE=mode,
         NORM=k_heads is not None,
         num_warps=1,
+        **overlap(x.device),
     )

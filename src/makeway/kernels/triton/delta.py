@@ -16,6 +16,7 @@ from torch import Tensor
 from makeway.kernels.rows import DeltaState, Rows
 from makeway.kernels.triton.chunk_delta import DeltaScratch, delta_rule_chunks
 from makeway.kernels.triton.conv import ADVANCE, KEEP, REPLAY
+from makeway.kernels.triton.launch import begin, overlap
 from makeway.kernels.triton.linear import MAX_ROWS
 from makeway.kernels.triton.small import sigmoid_of, softplus_of
 
@@ -59,11 +60,13 @@ def delta_kernel(
     COLUMNS: tl.constexpr,
     MODE: tl.constexpr,
     RAW: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Some columns of one head's state of one segment: replayed rows, then new ones. GROUP 0: V heads are tiled.
 
     RAW: decay and beta of new rows are alpha and beta's logit; what they become goes to gates_out [2, n, heads].
     """
+    begin(PDL)
     head = tl.program_id(1)
     n_heads = tl.num_programs(1)
     segment = tl.program_id(2)
@@ -146,8 +149,10 @@ def keep_kernel(
     v_width,
     n_heads,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row's k, v, decay and beta among the kept rows of its place."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     segment = tl.load(row_segment + row)
     if segment < 0:
@@ -266,6 +271,7 @@ def run_delta(
         MODE=mode,
         RAW=raw is not None,
         num_warps=DELTA_WARPS,
+        **overlap(state.state.device),
     )
 
 
@@ -296,4 +302,5 @@ def keep_rows(k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: DeltaSta
         n_heads,
         BLOCK=1024,
         num_warps=4,
+        **overlap(k.device),
     )

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from makeway.gguf.types import GGMLType, row_bytes
+from makeway.kernels.triton.launch import begin, overlap
 from makeway.kernels.triton.linear import MAX_ROWS, Scratch, Tiling, arrived_last, as_parts, divisor, product
 from makeway.kernels.triton.step_plan import StepBuffers
 from makeway.kernels.triton.unpack import code_table, planes_for
@@ -67,11 +68,13 @@ def gate_up_kernel(
     UNROLL: tl.constexpr,
     U_UNROLL: tl.constexpr,
     SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One tile of one entry's gate or up product; the last of a tile's 2 SPLIT programs writes silu(gate) * up.
 
     hidden_out bf16 [2, entries, n, n_rows], as `split` makes it. ALIKE: gate and up are of one type.
     """
+    begin(PDL)
     tile = tl.program_id(0)
     entry = tl.program_id(1)
     part = tl.program_id(2)
@@ -207,8 +210,10 @@ def down_kernel(
     N: tl.constexpr,
     UNROLL: tl.constexpr,
     COMBINE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One tile of one entry's output; the last entry to arrive adds all of them, ascending, to acc_out [n, n_rows]."""
+    begin(PDL)
     tile = tl.program_id(0)
     entry = tl.program_id(1)
     if tl.load(experts + entry) < 0:
@@ -356,6 +361,7 @@ def run_experts(
         **tiles.arguments(),
         U_UNROLL=up_unroll,
         enable_fp_fusion=True,
+        **overlap(x.device),
     )
     tiles = tilings[1] if tilings else down_tiling(layout.down, width)
     n_tiles = -(-hidden // tiles.rows)
@@ -386,4 +392,5 @@ def run_experts(
         COMBINE=COMBINE,
         **arguments,
         enable_fp_fusion=True,
+        **overlap(x.device),
     )

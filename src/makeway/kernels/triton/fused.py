@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from makeway.kernels.triton.launch import begin, overlap
 from makeway.kernels.triton.small import sigmoid_of
 
 
@@ -36,8 +37,10 @@ def add_norm_kernel(
     PADDED: tl.constexpr,
     ADD: tl.constexpr,
     PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A row: h + added where ADD, and it normed; f32 and parts."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PADDED)
     inside = i < D
@@ -81,6 +84,7 @@ def add_norm(
             ADD=added is not None,
             PARTS=n_parts,
             num_warps=8 if d > 512 else 1,
+            **overlap(h.device),
         )
     return new_h, x, parts
 
@@ -101,8 +105,10 @@ def stream_norm_kernel(
     ADD: tl.constexpr,
     WHOLE: tl.constexpr,
     PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One stream of a row: h + inject * added where ADD, normed over the stream; f32 where WHOLE, and parts."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     stream = tl.program_id(1)
     n_streams = tl.num_programs(1)
@@ -149,12 +155,14 @@ def stream_norm(
         WHOLE=n_parts != 1,
         PARTS=n_parts,
         num_warps=8,
+        **overlap(h.device),
     )
     return new_h, normed, parts
 
 
 @triton.jit
-def combine_kernel(h, inject, out, new_h, D, BLOCK: tl.constexpr):
+def combine_kernel(h, inject, out, new_h, D, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     stream = tl.program_id(1)
     n_streams = tl.num_programs(1)
@@ -173,7 +181,7 @@ def hc_combine(h: Tensor, inject: Tensor, out: Tensor) -> Tensor:
     new_h = torch.empty_like(h)
     if n:
         combine_kernel[(n, n_streams, triton.cdiv(hidden, 1024))](
-            h, inject, out, new_h, hidden, BLOCK=1024, num_warps=4
+            h, inject, out, new_h, hidden, BLOCK=1024, num_warps=4, **overlap(h.device)
         )
     return new_h
 
@@ -191,8 +199,10 @@ def ple_gate_kernel(
     eps,
     D: tl.constexpr,
     PADDED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One stream of a row: gate from the product of normed key and stream; gated value, and it normed."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     stream = tl.program_id(1)
     i = tl.arange(0, PADDED)
@@ -232,13 +242,15 @@ def ple_gate(
         D=hidden,
         PADDED=triton.next_power_of_2(hidden),
         num_warps=8,
+        **overlap(h.device),
     )
     return gated, normed
 
 
 @triton.jit
-def silu_kernel(x, parts, part_stride, scale, x_row, D, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+def silu_kernel(x, parts, part_stride, scale, x_row, D, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr):
     """silu(x * scale) of a row, as parts."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + row * x_row + i, mask=i < D, other=0.0) * scale
@@ -251,7 +263,7 @@ def silu_parts(x: Tensor, *, scale: float, n_parts: int) -> Tensor:
     assert x.stride(1) == 1
     parts = torch.empty((n_parts, n, d), dtype=torch.bfloat16, device=x.device)
     silu_kernel[(n, triton.cdiv(d, 512))](
-        x, parts, parts[0].numel(), scale, x.stride(0), d, BLOCK=512, PARTS=n_parts, num_warps=4
+        x, parts, parts[0].numel(), scale, x.stride(0), d, BLOCK=512, PARTS=n_parts, num_warps=4, **overlap(x.device)
     )
     return parts
 
@@ -272,8 +284,10 @@ def mix_kernel(
     BLOCK: tl.constexpr,
     INJECT: tl.constexpr,
     PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The mean over streams of sigmoid(up) * normed, f32 and parts; the inject factors."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < D
@@ -321,13 +335,17 @@ def mixed(
         INJECT=inject is not None,
         PARTS=n_parts,
         num_warps=2,
+        **overlap(up.device),
     )
     return x, parts, inject
 
 
 @triton.jit
-def swiglu_kernel(gate, up, parts, part_stride, gate_row, up_row, D, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+def swiglu_kernel(
+    gate, up, parts, part_stride, gate_row, up_row, D, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr
+):
     """silu(gate) * up of a row, as parts."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < D
@@ -352,6 +370,7 @@ def swiglu_parts(gate: Tensor, up: Tensor, *, n_parts: int) -> Tensor:
         BLOCK=512,
         PARTS=n_parts,
         num_warps=4,
+        **overlap(gate.device),
     )
     return parts
 
@@ -369,8 +388,10 @@ def gated_norm_kernel(
     D: tl.constexpr,
     SIGMOID: tl.constexpr,
     PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One head of a row: rms norm of x, times sigmoid or silu of the gate, f32 and parts."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, D)
     at = (row * tl.num_programs(1) + tl.program_id(1)) * D + i
@@ -408,5 +429,6 @@ def gated_norm_parts(
         SIGMOID=sigmoid_gate,
         PARTS=n_parts,
         num_warps=1,
+        **overlap(x.device),
     )
     return out, parts

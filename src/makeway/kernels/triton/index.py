@@ -16,6 +16,7 @@ from torch import Tensor
 
 from makeway.kernels.rows import KVLayer, Rows
 from makeway.kernels.triton.attend import high_and_low, key_places, times
+from makeway.kernels.triton.launch import begin, overlap
 from makeway.kernels.triton.linear import MAX_ROWS
 from makeway.kernels.triton.small import cos_sin, normed_and_turned, rope_turns
 
@@ -58,9 +59,11 @@ def pool_kernel(
     HALF: tl.constexpr,
     POOL: tl.constexpr,
     KEEP_RAW: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row: with POOL the pooled key of the block it completes, with KEEP_RAW its raw key into the ring; each
     further program has a head of its query, normed and turned."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     segment = tl.load(row_segment + row)
     if segment < 0:
@@ -185,6 +188,7 @@ def _pool(
             POOL=pool,
             KEEP_RAW=keep,
             num_warps=1,
+            **overlap(raw.device),
         )
 
 
@@ -214,12 +218,14 @@ def score_kernel(
     D: tl.constexpr,
     KEYS: tl.constexpr,
     HALF: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Scores of KEYS blocks for ROWS rows of one segment, from row `first` on, and the counts of their bins.
 
     scores f32 [rows, score_stride], bins int32 [rows, N_BINS], the highest first. Not counted: bin 0, for all
     could be in it, and rows that have no choice.
     """
+    begin(PDL)
     start = tl.program_id(0) * KEYS
     base = tl.program_id(1) * ROWS
     m = tl.arange(0, ROWS * HEADS)
@@ -300,11 +306,13 @@ def select_kernel(
     TILE: tl.constexpr,
     SMALL: tl.constexpr,
     SELECT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row's choice: out int32 [rows, n_select], ascending, then -1.
 
     candidates int32 [rows, score_stride], a multiple of TILE; what lies behind a row's scores is read and not used.
     """
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     target = out + row * n_select
     position = tl.load(positions + first + row).to(tl.int32)
@@ -435,6 +443,7 @@ def _select_rows(
             KEYS=SCORE_KEYS,
             HALF=half,
             num_warps=4,
+            **overlap(q.device),
         )
     select_kernel[(n,)](
         scratch.scores,
@@ -454,4 +463,5 @@ def _select_rows(
         SMALL=SMALL_LIST,
         SELECT=triton.next_power_of_2(n_select),
         num_warps=SELECT_WARPS,
+        **overlap(q.device),
     )

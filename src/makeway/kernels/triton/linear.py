@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from makeway.gguf.types import GGMLType
+from makeway.kernels.triton.launch import begin, overlap
 from makeway.kernels.triton.unpack import PLANES, code_table, plane_order, planes_for
 from makeway.kernels.weight import Weight
 
@@ -217,8 +218,10 @@ def linear_kernel(
     N: tl.constexpr,
     UNROLL: tl.constexpr,
     SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One matrix."""
+    begin(PDL)
     tile = tl.program_id(0)
     linear_tile(
         tile,
@@ -329,8 +332,9 @@ def can_multiply(weight: Weight) -> bool:
 
 
 @triton.jit(do_not_specialize=["n"])
-def split_kernel(x, out, n, BLOCK: tl.constexpr):
+def split_kernel(x, out, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out bf16 [2, n]: x f32 [n] rounded, and the rest rounded."""
+    begin(PDL)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + i, mask=i < n)
     rounded = value.to(tl.bfloat16)
@@ -343,7 +347,7 @@ def split(x: Tensor) -> Tensor:
     assert x.dtype == torch.float32
     assert x.is_contiguous()
     out = torch.empty((2, *x.shape), dtype=torch.bfloat16, device=x.device)
-    split_kernel[(triton.cdiv(x.numel(), 1024),)](x, out, x.numel(), BLOCK=1024, num_warps=4)
+    split_kernel[(triton.cdiv(x.numel(), 1024),)](x, out, x.numel(), BLOCK=1024, num_warps=4, **overlap(x.device))
     return out
 
 
@@ -397,5 +401,6 @@ def linear(x: Tensor, weight: Weight, *, scratch: Scratch, out: Tensor | None = 
         N=MAX_ROWS,
         **tiles.arguments(),
         enable_fp_fusion=True,
+        **overlap(x.device),
     )
     return out

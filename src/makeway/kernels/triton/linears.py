@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from makeway.kernels.triton.launch import begin, overlap
 from makeway.kernels.triton.linear import MAX_ROWS, Scratch, can_multiply, linear, linear_tile, tiling
 from makeway.kernels.triton.unpack import code_table, planes_for
 from makeway.kernels.weight import Weight
@@ -57,8 +58,10 @@ def linears_kernel(
     N: tl.constexpr,
     UNROLL: tl.constexpr,
     SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Up to four matrices of one type and width; a missing one has no rows."""
+    begin(PDL)
     place = tl.program_id(0)
     end0 = tl.cdiv(rows0, ROWS)
     end1 = end0 + tl.cdiv(rows1, ROWS)
@@ -160,5 +163,6 @@ def _together(x: Tensor, weights: list[Weight], scratch: Scratch) -> list[Tensor
         N=MAX_ROWS,
         **tiles.arguments(),
         enable_fp_fusion=True,
+        **overlap(x.device),
     )
     return outs

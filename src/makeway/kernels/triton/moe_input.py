@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from makeway.kernels.triton.fused import store_parts
+from makeway.kernels.triton.launch import begin, overlap
 from makeway.kernels.triton.small import route_row, sigmoid_of
 
 
@@ -35,9 +36,11 @@ def choice_kernel(
     BLOCK: tl.constexpr,
     SHARED: tl.constexpr,
     PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Of a row, the choice in the first program; in the others `out`: zeros, or where SHARED silu(gate) * up *
     sigmoid(shared_gate), as PARTS bf16 if there are any."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
         route_row(logits, ids, weights, row, EXPERTS, PADDED, TOP_K, PADDED_K)
@@ -107,5 +110,6 @@ def _launch(
             SHARED=inputs is not None,
             PARTS=n_parts,
             num_warps=1,
+            **overlap(logits.device),
         )
     return ids, weights

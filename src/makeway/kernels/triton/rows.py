@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from makeway.kernels.triton.launch import begin, overlap
 from makeway.kernels.triton.linear import can_multiply
 from makeway.kernels.triton.unpack import code_table, plane_values, planes_for
 from makeway.kernels.weight import Weight
@@ -32,8 +33,10 @@ def rows_kernel(
     HAS_SHIFT: tl.constexpr,
     PLANE_ORDER: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """STEP values of ROWS rows."""
+    begin(PDL)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
     step = tl.program_id(1)
     planes = UNPACK(raw + tl.minimum(row, n_rows - 1) * row_bytes, step, table)
@@ -65,5 +68,6 @@ def decode(rows: Weight) -> Tensor:
         ROWS=ROWS,
         num_warps=1,
         enable_fp_fusion=False,
+        **overlap(out.device),
     )
     return out

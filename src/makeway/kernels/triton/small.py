@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from makeway.kernels.triton.launch import begin, overlap
+
 SIGMOID, SILU, SOFTPLUS, SWIGLU = 0, 1, 2, 3  # codes of `pointwise`
 
 
@@ -89,8 +91,10 @@ def norm_kernel(
     PADDED: tl.constexpr,
     HALF: tl.constexpr,
     MODE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row and head: out [n, heads, D] contiguous."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     position = 0
@@ -130,6 +134,7 @@ def _norm(
         HALF=half,
         MODE=mode,
         num_warps=4 if d > 512 else 1,
+        **overlap(x.device),
     )
     return out
 
@@ -161,8 +166,9 @@ def norm_rope(
 
 
 @triton.jit(do_not_specialize=["n"])
-def pointwise_kernel(x, y, out, n, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
+def pointwise_kernel(x, y, out, n, FUNCTION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out = a function of x, and of y for SWIGLU."""
+    begin(PDL)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + i, mask=i < n)
     if FUNCTION == 0:
@@ -184,7 +190,7 @@ def pointwise(function: int, x: Tensor, y: Tensor | None = None) -> Tensor:
     out = torch.empty_like(x)
     if x.numel():
         pointwise_kernel[(triton.cdiv(x.numel(), 1024),)](
-            x, y, out, x.numel(), FUNCTION=function, BLOCK=1024, num_warps=4
+            x, y, out, x.numel(), FUNCTION=function, BLOCK=1024, num_warps=4, **overlap(x.device)
         )
     return out
 
@@ -215,8 +221,16 @@ def route_row(
 
 @triton.jit
 def route_kernel(
-    logits, ids, weights, EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr, PADDED_K: tl.constexpr
+    logits,
+    ids,
+    weights,
+    EXPERTS: tl.constexpr,
+    PADDED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     route_row(logits, ids, weights, tl.program_id(0).to(tl.int64), EXPERTS, PADDED, TOP_K, PADDED_K)
 
 
@@ -237,5 +251,6 @@ def route(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
             TOP_K=top_k,
             PADDED_K=triton.next_power_of_2(top_k),
             num_warps=1,
+            **overlap(logits.device),
         )
     return ids, weights

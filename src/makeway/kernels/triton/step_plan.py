@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from makeway.kernels.triton.launch import begin, overlap
 from makeway.kernels.triton.linear import MAX_ROWS
 
 FETCH_PROGRAMS = 16  # per expert
@@ -160,9 +161,11 @@ def plan_kernel(
     HAS_LIVE: tl.constexpr,
     FETCH: tl.constexpr,
     WORDS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Entries of a step, where their bytes are or go, which rows chose them, and the report: by the first program.
     FETCH: programs for each entry; all of them find the plan for themselves, and then copy it if it is missing."""
+    begin(PDL)
     mine, first, entry, misses, kept, spare, at = find_entries(
         ids,
         live,
@@ -213,8 +216,9 @@ def plan_kernel(
 
 
 @triton.jit
-def fetch_kernel(store, arena, experts, offsets, missing, stride, n_words, WORDS: tl.constexpr):
+def fetch_kernel(store, arena, experts, offsets, missing, stride, n_words, WORDS: tl.constexpr, PDL: tl.constexpr):
     """Copy the plan's missing entries to where it puts them."""
+    begin(PDL)
     entry = tl.program_id(1)
     expert = tl.load(experts + entry)
     if expert < 0:
@@ -354,6 +358,7 @@ def plan_step(
         FETCH=source is not None,
         WORDS=FETCH_WORDS,
         num_warps=8,
+        **overlap(ids.device),
     )
 
 
@@ -369,6 +374,7 @@ def fetch_missing(buffers: StepBuffers, source: Source, *, programs: int = FETCH
         source.n_bytes // 4,
         WORDS=FETCH_WORDS,
         num_warps=8,
+        **overlap(buffers.experts.device),
     )
 
 
