@@ -85,7 +85,8 @@ def launches(layout: ExpertLayout, *, n: int, top_k: int) -> Launches:
     warps = DOWN_WARPS if down_tiles <= PROCESSORS else 10  # a second block finds room then
     per_entry = max(1, min(layout.width // down_unit, warps // top_k))
     of_warp = n_sets(n) * SUMS + copy_bytes(layout.down, down_unit)
-    entries = min(n * top_k, min(warps, MAX_SHARED // of_warp) // per_entry)
+    most = min(warps if n_sets(n) == 1 else DOWN_WARPS // 2, MAX_SHARED // of_warp)  # two sets take more registers
+    entries = max(1, min(n * top_k, most // per_entry))
     down_warps = max(per_entry * entries, -(-n * TILE // 32))
     return Launches(
         unit=unit,
