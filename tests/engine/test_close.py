@@ -92,6 +92,7 @@ def logits(engine):
 
 
 ENDS = (answer_two, read_a_little, cancel_a_prompt, leave_an_answer, logits)
+FAULTS = (fail, rebuild)
 
 
 def check_nothing_is_held(engine, device, free):
@@ -114,7 +115,7 @@ def test_a_closed_engine_holds_nothing(name, end):
     del left
 
 
-@pytest.mark.parametrize("end", [fail, rebuild], ids=lambda end: end.__name__)
+@pytest.mark.parametrize("end", FAULTS, ids=lambda end: end.__name__)
 @pytest.mark.usefixtures("no_garbage_collector")
 def test_an_engine_that_failed_holds_nothing(end):
     device = FlakyDevice()
