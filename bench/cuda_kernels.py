@@ -140,7 +140,7 @@ def sweep(read: float) -> None:
     for at_once in (16, 24, 32, 48, 64):
         for budget in (16, 24, 32):
             cuts.AT_ONCE = (132 * at_once, 132 * at_once)
-            experts.blocks_of = cuts.blocks_of = lambda warps, sets, budget=budget: max(1, budget // warps)
+            experts.blocks_of = cuts.blocks_of = lambda warps, budget=budget, **_: max(1, budget // warps)
             print(f"{at_once} warps at once, room for {budget}:", end="")
             for name, matrices, n_cols in SWEPT:
                 group = Group(matrices, n_cols)

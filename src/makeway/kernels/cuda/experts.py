@@ -78,7 +78,7 @@ def launches(layout: ExpertLayout, *, n: int, top_k: int) -> Launches:
     while pass_rows > 1 and units * (activation_bytes(unit, pass_rows) + 4 * SUMS) + copies > MAX_SHARED:
         pass_rows -= 1
     tiles = layout.width // TILE
-    at_once = PROCESSORS * blocks_of(units, 1)
+    at_once = PROCESSORS * blocks_of(units, sets=1, loops=False)
     turns = -(-tiles // max(1, round(at_once / (n * top_k))))
     down_unit = down_columns(layout)
     down_tiles = -(-layout.hidden // TILE)
@@ -103,11 +103,11 @@ def launches(layout: ExpertLayout, *, n: int, top_k: int) -> Launches:
 
 def kernel_names(layout: ExpertLayout, how: Launches, *, n: int) -> tuple[str, str]:
     """The two instantiations in experts.cu."""
-    sets, loops = n_sets(n), "true" if how.blocks < layout.width // TILE else "false"
-    gate_up = f"{int(layout.gate)}, {int(layout.up)}, {how.unit}, {loops}"
+    sets, loops = n_sets(n), how.blocks < layout.width // TILE
+    gate_up = f"{int(layout.gate)}, {int(layout.up)}, {how.unit}, {str(loops).lower()}, {how.units}"
     down_blocks = max(1, 20 // how.down_warps) if sets == 1 else 1
     return (
-        f"gate_up_kernel<{gate_up}, {how.units}, {blocks_of(how.units, 1)}>",
+        f"gate_up_kernel<{gate_up}, {blocks_of(how.units, sets=1, loops=loops)}>",
         f"down_kernel<{int(layout.down)}, {how.down_unit}, {sets}, {how.down_warps}, {down_blocks}>",
     )
 

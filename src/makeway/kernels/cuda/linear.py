@@ -54,9 +54,10 @@ def n_sets(n: int) -> int:
     return 1 if n <= 4 else 2
 
 
-def blocks_of(warps: int, sets: int) -> int:
-    """Blocks of a multiprocessor that a kernel's registers leave room for: 32 warps, 16 with two sets."""
-    return max(1, (32 if sets == 1 else 16) // warps)
+def blocks_of(warps: int, *, sets: int, loops: bool) -> int:
+    """Blocks of a multiprocessor that a kernel's registers leave room for: 32 warps, 24 where a warp fetches one tile while
+    it is busy with another, 16 with two sets."""
+    return max(1, (16 if sets == 2 else 24 if loops else 32) // warps)
 
 
 def has_kernel(kind: GGMLType, n_cols: int) -> bool:
