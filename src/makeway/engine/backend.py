@@ -158,7 +158,7 @@ class TritonBackend:
         from makeway.experts.in_graph import DeviceExperts
 
         assert isinstance(experts, DeviceExperts)
-        return StepGraphs(model, experts, cache=cache, states=states, context=context)
+        return StepGraphs(model, experts, cache=cache, states=states, context=context, programs=self._programs)
 
     def close(self) -> None:
         self._step = None

@@ -9,6 +9,7 @@ reading what stands.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -19,6 +20,7 @@ from makeway.device import zeros_and_copy
 from makeway.engine.backend import DraftOutputs, StepOutputs
 from makeway.experts.in_graph import DeviceExperts
 from makeway.kernels import DeviceRows, Rows, Weight
+from makeway.kernels.cuda.programs import Programs
 from makeway.kernels.triton.ahead import compiling_ahead
 from makeway.kv import Batch, KVCache, StatePool
 from makeway.memory.facts import align_up
@@ -106,8 +108,8 @@ class _Captured(Generic[Out]):
     Never keeps the computation: its owner would be in a cycle, and hold the arena until somebody collects garbage.
     """
 
-    def __init__(self, compute: Callable[[], Out], device: torch.device) -> None:
-        """Compiles its kernels and runs it once; its inputs must be harmless (padding)."""
+    def __init__(self, compute: Callable[[], Out], device: torch.device, *, programs: Programs | None) -> None:
+        """Compiles its kernels, those of `programs` too, and runs it once; its inputs must be harmless (padding)."""
         self._graph: torch.cuda.CUDAGraph | None = None
         self._out: Out | None = None
         if device.type != "cuda":
@@ -115,7 +117,7 @@ class _Captured(Generic[Out]):
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            with compiling_ahead():
+            with compiling_ahead(), nullcontext() if programs is None else programs.ahead():
                 compute()
             compute()
         torch.cuda.current_stream().wait_stream(side)
@@ -137,9 +139,17 @@ class _Passes:
     """What all passes of an engine share."""
 
     def __init__(
-        self, model: Model, experts: DeviceExperts, *, cache: KVCache, states: StatePool, context: int
+        self,
+        model: Model,
+        experts: DeviceExperts,
+        *,
+        cache: KVCache,
+        states: StatePool,
+        context: int,
+        programs: Programs | None,
     ) -> None:
-        self.model, self.experts, self._cache, self._states, self._context = model, experts, cache, states, context
+        self.model, self.experts, self.programs = model, experts, programs
+        self._cache, self._states, self._context = cache, states, context
 
     def inputs(self, lookups: Mapping[int, Lookup], n: int, *, keeps_rows: bool = False) -> tuple[_Inputs, Batch]:
         """Inputs of `n` rows, and the batch that kernels are given for them."""
@@ -166,7 +176,7 @@ class StepGraph:
         self._inputs, self._batch = passes.inputs(passes.model.lookups, n, keeps_rows=keeps_rows)
         device, n_vocab = passes.model.device, passes.model.facts.n_vocab
         self._logits = torch.empty((n, n_vocab), dtype=torch.float32, pin_memory=device.type == "cuda")
-        self._captured = _Captured(self._compute, device)
+        self._captured = _Captured(self._compute, device, programs=passes.programs)
 
     def run(self, batch: Batch) -> StepOutputs:
         """The batch (made on the host) through the trunk, the last pass of its step; its sequences do not advance yet.
@@ -202,7 +212,7 @@ class DraftGraph:
         self._passes = passes
         self._inputs, self._batch = passes.inputs(passes.model.draft_lookups, n)
         self._states = _states(passes.model, n)
-        self._captured = _Captured(self._compute, passes.model.device)
+        self._captured = _Captured(self._compute, passes.model.device, programs=passes.programs)
 
     def run(self, batch: Batch, states: Tensor) -> DraftOutputs:
         """The batch (made on the host) beside the states of the places before it, f32 [n, ...] on the device."""
@@ -232,7 +242,7 @@ class RememberGraph:
         self._passes = passes
         self._inputs, self._batch = passes.inputs(passes.model.draft_lookups, n)
         self._states = _states(passes.model, n)
-        self._captured = _Captured(self._compute, passes.model.device)
+        self._captured = _Captured(self._compute, passes.model.device, programs=passes.programs)
 
     def run(self, batch: Batch, states: Tensor) -> None:
         """As `DraftGraph.run`."""
@@ -254,9 +264,17 @@ class StepGraphs:
     """A graph for each kind and bucket, captured when it is first needed, or by `warm_up`."""
 
     def __init__(
-        self, model: Model, experts: DeviceExperts, *, cache: KVCache, states: StatePool, context: int
+        self,
+        model: Model,
+        experts: DeviceExperts,
+        *,
+        cache: KVCache,
+        states: StatePool,
+        context: int,
+        programs: Programs | None = None,
     ) -> None:
-        self._passes = _Passes(model, experts, cache=cache, states=states, context=context)
+        """`programs`: where the operations and `experts` get kernels in CUDA C++."""
+        self._passes = _Passes(model, experts, cache=cache, states=states, context=context, programs=programs)
         self._steps: dict[tuple[int, bool], StepGraph] = {}
         self._drafts: dict[int, DraftGraph] = {}
         self._remembers: dict[int, RememberGraph] = {}

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("triton")
 
 SCRIPT = """
+import gc, weakref
 import pytest, torch, triton, triton.language as tl
 from types import SimpleNamespace
 from triton.backends.compiler import GPUTarget
@@ -62,6 +63,18 @@ with pytest.raises(KeyError):
         double_kernel[(1,)](x, 7, BLOCK=128)
         raise KeyError
 assert all(isinstance(k, CompiledKernel) for k in known(double_kernel))
+
+class Memory:
+    pass
+
+def cannot_compile():
+    memory = Memory()
+    with pytest.raises(triton.CompilationError), compiling_ahead():
+        wrong_kernel[(1,)](x, BLOCK=16)
+    return weakref.ref(memory)
+
+gc.disable()
+assert cannot_compile()() is None, "the fault is in a cycle with frames that it passed"
 
 from triton.runtime._async_compile import active_mode
 assert active_mode.get() is None

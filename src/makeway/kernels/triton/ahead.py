@@ -45,14 +45,19 @@ class _Ahead(AsyncCompileMode):  # type: ignore[misc]
 
     def __exit__(self, *fault: Any) -> None:
         super().__exit__(*fault)
-        faults = []
-        for finish, job in self._ends:
-            fault_of_one = job.exception()
-            finish(None if fault_of_one else job.result())  # None: the next launch compiles it again
-            if fault_of_one:
-                faults.append(fault_of_one)
-        if faults and fault[0] is None:
-            raise faults[0]
+        ends, self._ends, self._jobs = self._ends, [], {}
+        failed = []
+        for finish, job in ends:
+            if job.exception():
+                finish(None)  # the next launch compiles it again
+                failed.append(job)
+            else:
+                finish(job.result())
+        if failed and fault[0] is None:
+            try:
+                failed[0].result()
+            finally:  # a fault holds the frames it passed, with the engine's memory: none of them may hold it
+                del ends, failed, job
 
 
 @contextmanager
