@@ -53,8 +53,8 @@ AMPERE = Tiles(
     narrow=Tile(64, 64, 64, warps=4, stages=3),
 )
 HOPPER = Tiles(
-    gate_up=Tile(128, 128, 64, warps=8, stages=4),
-    down=Tile(128, 256, 64, warps=8, stages=3, described=True),
+    gate_up=Tile(128, 128, 64, warps=8, stages=4, described=True),
+    down=Tile(128, 256, 64, warps=8, stages=4, described=True),
     linear=Tile(128, 256, 64, warps=8, stages=3, described=True),
     narrow=Tile(128, 64, 64, warps=4, stages=4, described=True),
 )
