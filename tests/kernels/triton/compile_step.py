@@ -40,11 +40,11 @@ def attention() -> Iterator[Case]:
     for d, group in ((256, 12), (128, 8)):
         for kind in ("fp16", "fp32"):
             half, types = kind == "fp16", _pools(kind)
-            keys = attend.row_keys(d, half)
             common = {"GROUP": group, "D": d, "BLOCK_TOKENS": 64, "HALF": half}
-            row = {**common, "M": 16, "KEYS": keys, "num_warps": 4, "num_stages": 2}
+            row = {**common, "M": 16, "num_warps": 8 if half else 4, "num_stages": 2}
             for ratio, split in ((0, attend.SPLIT_KEYS), (4, attend.SPLIT_SELECTED)):
-                constants = {**row, "RATIO": ratio, "TILES": split // keys}
+                keys = min(attend.row_keys(d, half), split)
+                constants = {**row, "RATIO": ratio, "KEYS": keys, "TILES": split // keys}
                 yield f"row {d} {kind} {ratio}", attend.row_kernel, constants, types
         heads = {"HEADS": 2 * group, "KV_HEADS": 2, "D": d, "PADDED": d, "HALF": 32, "BLOCK_TOKENS": 64}
         types = {**_pools("fp16"), "q_gamma": "*fp32", "k_gamma": "*fp32"}

@@ -114,10 +114,9 @@ def cut(kinds: Sequence[GGMLType], n_cols: int, *, rows: Sequence[int], n: int) 
 def kernel_name(kinds: Sequence[GGMLType], how: Cut, *, prologue: int, n: int) -> str:
     """The instantiation in linear.cu."""
     mask = sum(1 << int(kind) for kind in set(kinds))
-    sets, loops = n_sets(n), "true" if how.turns > 1 else "false"
-    return (
-        f"linears_kernel<{mask}u, {how.unit}, {prologue}, {sets}, {loops}, {how.warps}, {blocks_of(how.warps, sets)}>"
-    )
+    sets, loops = n_sets(n), how.turns > 1
+    blocks = blocks_of(how.warps, sets=sets, loops=loops)
+    return f"linears_kernel<{mask}u, {how.unit}, {prologue}, {sets}, {str(loops).lower()}, {how.warps}, {blocks}>"
 
 
 class Linears:
