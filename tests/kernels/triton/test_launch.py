@@ -7,7 +7,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from makeway.kernels.triton.launch import overlap
+import triton
+import triton.language as tl
+
+from makeway.kernels.triton.launch import begin, overlap
 from tests.conftest import ROOT
 from tests.kernels.triton.compile_kernels import waits_first
 
@@ -51,6 +54,53 @@ def test_a_kernel_that_may_start_early_begins_by_waiting(path):
             assert overlaps == (call.func.value.id in early), call.func.value.id
             launched.add(call.func.value.id)
     assert early <= launched
+
+
+@triton.jit
+def mixing_kernel(x, y, N: tl.constexpr, PDL: tl.constexpr):
+    """A value of y from all of x; two of three programs have one."""
+    begin(PDL)
+    program = tl.program_id(0)
+    if program % 3 == 2:
+        return
+    total = tl.sum(tl.load(x + tl.arange(0, N)), 0)
+    tl.store(y + program, (total + program) % 1021)
+
+
+def test_a_chain_of_launches_keeps_its_order(device):
+    """Each overwrites what the one before it reads, and reads what that one writes; between them one of torch's."""
+    n, steps = (4096, 40) if device.type == "cuda" else (64, 6)
+    x, y = torch.arange(n, dtype=torch.int32, device=device), torch.zeros(n, dtype=torch.int32, device=device)
+
+    def chain():
+        for step in range(steps):
+            mixing_kernel[(n,)](x, y, N=n, num_warps=4, **overlap(device))
+            if step % 4 == 3:
+                y.add_(step)
+            mixing_kernel[(n,)](y, x, N=n, num_warps=4, **overlap(device))
+
+    expected = [torch.arange(n), torch.zeros(n, dtype=torch.int64)]
+
+    def by_hand():
+        program = torch.arange(n)
+        for step in range(steps):
+            for source, target in ((0, 1), (1, 0)):
+                mixed = (expected[source].sum() + program) % 1021
+                expected[target] = torch.where(program % 3 == 2, expected[target], mixed)
+                if step % 4 == 3 and target == 1:
+                    expected[1] += step
+
+    chain()
+    by_hand()
+    if device.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            chain()
+        for _ in range(3):
+            graph.replay()
+            by_hand()
+    assert x.tolist() == expected[0].tolist()
+    assert y.tolist() == expected[1].tolist()
 
 
 def test_a_wait_behind_an_access_is_found():
