@@ -50,13 +50,17 @@ def test_several_types_in_one_launch(linears):
 
 
 @pytest.mark.parametrize("kind", [G.Q4_K, G.Q6_K, G.Q8_0], ids=lambda kind: kind.name)
-def test_a_row_has_the_same_bits_in_any_company(kind):
-    """Of 4608 columns the sums are shared by a different number of blocks for one row and for eight."""
+def test_a_row_has_the_same_bits_in_any_company(kind, monkeypatch):
+    """Of 4608 columns the sums are shared by a different number of blocks for one row and for eight, and on a GPU of one
+    processor."""
     weight = random_weight(kind, 20, 4608)
-    assert len({cut([kind], 4608, rows=[20], n=n).splits for n in (1, 8)}) == 2
     x = torch.randn((8, 4608), generator=torch.Generator().manual_seed(4))
+    (apart,) = Linears(CPU, EmulatedPrograms())(x[:1], [weight])
+    monkeypatch.setattr("makeway.kernels.cuda.linear.PROCESSORS", 1)
+    assert len({cut([kind], 4608, rows=[20], n=n).splits for n in (1, 8)}) == 2
     (together,) = Linears(CPU, EmulatedPrograms())(x, [weight])
     close(together, product(x, weight))
+    assert torch.equal(apart[0], together[0])
     for programs in (EmulatedPrograms(), EmulatedPrograms(reverse=True)):
         for rows in (slice(0, 1), slice(3, 5)):
             assert torch.equal(Linears(CPU, programs)(x[rows], [weight])[0], together[rows])

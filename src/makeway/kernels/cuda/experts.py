@@ -14,6 +14,7 @@ from makeway.gguf.types import row_bytes
 from makeway.kernels.cuda.linear import (
     MAX_ROWS,
     MAX_SHARED,
+    PROCESSORS,
     SHARED_KINDS,
     SUMS,
     TILE,
@@ -32,7 +33,6 @@ SOURCE = Path(__file__).parent / "experts.cu"
 PASS = 4  # rows whose activations a block has at a time
 DOWN_WARPS = 24
 MOST_WARPS = 16  # of a block
-PROCESSORS = 132  # of an H200
 GATE_UP = "pi" + "pppp" + "iil" + "ppp" + "iii"
 DOWN = "ppp" + "ppppp" + "il" + "p" + "iiii"
 

@@ -19,15 +19,17 @@ from makeway.kernels.weight import Weight
 
 SOURCE = Path(__file__).parent / "linear.cu"
 KINDS = tuple(GGMLType[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"))
+FLOAT_KINDS = KINDS[:3]
 SHARED_KINDS = (GGMLType.Q8_0, GGMLType.Q5_1, GGMLType.Q6_K)  # copied to shared memory before they are unpacked
 MAX_ROWS = 8
 MAX_SHARED = 99 << 10  # bytes of a block on sm_86
 TOGETHER = 4  # matrices of a launch
 WARPS = 16  # of a block
+PROCESSORS = 132  # of an H200
 SUMS = 8 * 20 * 4  # bytes of a warp's sums of one set
 TILE = 16  # rows of the matrix
 PLAIN, SILU, SWIGLU = 0, 1, 2
-AT_ONCE = (132 * 64, 132 * 24)  # warps of a grid, on an H200, for up to two activations and more: else blocks take turns
+AT_ONCE = (PROCESSORS * 64, PROCESSORS * 24)  # warps of a grid, for up to two activations and more: else blocks take turns
 PARAMETERS = "ppp" + "ii" + "f" + 4 * "p" + 4 * "p" + 4 * "i" + 4 * "i" + 4 * "i" + "iii" + "iiiii" + "pp"
 
 
@@ -91,24 +93,28 @@ class Cut:
 
 def cut(kinds: Sequence[GGMLType], n_cols: int, *, rows: Sequence[int], n: int) -> Cut:
     """For matrices of these types and numbers of rows. Which sums are added in which order depends on the types and on
-    n_cols alone."""
+    n_cols alone: groups are as large as fits a block with eight activations."""
     unit = unit_columns(n_cols)
+    if unit == 256 and all(kind in FLOAT_KINDS for kind in kinds):
+        unit = 128  # their units are large: more warps for fewer loads each
     n_units = n_cols // unit
-    most = 4 if any(kind in SHARED_KINDS for kind in kinds) else 8
-    n_groups = -(-n_units // most)
+    copy = max(copy_bytes(kind, unit) for kind in kinds)
+    n_groups = -(-n_units // min(8, MAX_SHARED // _warp_bytes(unit, MAX_ROWS, copy=copy, loops=True)))
     group_units = -(-n_units // n_groups)
     tiles = sum(-(-r // TILE) for r in rows)
-    copy = max(copy_bytes(kind, unit) for kind in kinds)
-    sets = n_sets(n)
     turns = max(1, round(tiles * n_units / AT_ONCE[n > 2]))
-    of_warp = activation_bytes(unit, n) + (1 if turns == 1 else 2) * sets * SUMS + copy
-    groups = max(1, min(n_groups, min(WARPS, MAX_SHARED // of_warp) // group_units))
+    of_warp = _warp_bytes(unit, n, copy=copy, loops=turns > 1)
+    most = min(WARPS, MAX_SHARED // of_warp) // group_units
+    groups = max(1, min(n_groups, most, round(tiles * n_groups / PROCESSORS)))  # at least a block for each multiprocessor
     splits = -(-n_groups // groups)
     warps = groups * group_units
     blocks = sum(-(-r // (TILE * turns)) for r in rows)
-    shared = warps * of_warp
-    assert shared <= MAX_SHARED
-    return Cut(unit, n_units, group_units, groups, splits, blocks, turns, shared)
+    return Cut(unit, n_units, group_units, groups, splits, blocks, turns, warps * of_warp)
+
+
+def _warp_bytes(unit: int, n: int, *, copy: int, loops: bool) -> int:
+    """Shared memory of a warp: activations, sums (two of each where others may still read the last), the copy."""
+    return activation_bytes(unit, n) + (1 + loops) * n_sets(n) * SUMS + copy
 
 
 def kernel_name(kinds: Sequence[GGMLType], how: Cut, *, prologue: int, n: int) -> str:
