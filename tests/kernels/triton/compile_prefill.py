@@ -48,7 +48,7 @@ def decode_case(kind: GGMLType, n_cols: int) -> Case:
     del constants["GROUP"], constants["PARTS"]
     constants |= {
         "ALIGNED": 16,
-        "TERM": planes.parts - 1,
+        "TERMS": planes.parts,
         "TOGETHER": math.gcd(4, planes.step // planes.width),
         "STEPS": max(1, decode.DECODE_STEPS // planes.step),
         "ROWS": decode.DECODE_ROWS,
@@ -79,6 +79,9 @@ def delta_cases() -> Iterator[Case]:
     yield Case("delta advance", chunk_delta.advance_kernel, types, constants)
     constants = {**sizes, "LEAST": chunk_delta.LEAST_DECAY, "num_stages": 1}
     yield Case("delta prepare", chunk_delta.prepare_kernel, types, constants)
+    types = dict.fromkeys(("alpha", "beta", "a", "dt_bias", "decay_out", "beta_out"), F32)
+    constants = {"HEADS": 64, "ROWS": chunk_delta.GATE_ROWS, "num_warps": 4}
+    yield Case("delta gates", chunk_delta.gates_kernel, types, constants)
 
 
 def conv_cases() -> Iterator[Case]:

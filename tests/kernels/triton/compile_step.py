@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from makeway.gguf.types import GGMLType
-from makeway.kernels.triton import attend, attend_input, conv, delta, fused, index, linears, moe_input, small
+from makeway.kernels.triton import attend, attend_input, choose, conv, delta, fused, index, linears, moe_input, small
 from makeway.kernels.triton.linear import tiling
 from makeway.kernels.triton.unpack import planes_for
 from tests.kernels.triton.compile_kernels import compiled
 
 Case = tuple[str, Any, dict[str, Any], dict[str, str]]
 
-INTS = "row_segment block_tables blocks selected first_row n_rows places n_replay bins candidates"
+INTS = "row_segment block_tables blocks selected first_row n_rows places n_replay bins numbers counts arrived"
 FLOATS = (
     "x y q k v gate up keys values gamma raw ring logits weights sums kernel tail kept state decay beta kept_k kept_v"
     " kept_gates a dt_bias gates_out h inject added new_h key value norm_key norm_query norm_conv gated normed"
@@ -58,7 +58,7 @@ def _pools(kind: str) -> dict[str, str]:
 
 
 def indexer() -> Iterator[Case]:
-    bins = {"N_BINS": index.N_BINS, "LOW_BITS": index.LOW_BITS, "RATIO": 4}
+    bins = {"N_BINS": choose.N_BINS, "LOW_BITS": choose.LOW_BITS, "FIRST_BIN": choose.FIRST_BIN, "RATIO": 4}
     for kind in ("fp16", "fp32"):
         sizes = {"N_RING": 16, "RATIO": 4, "PER_BLOCK": 16, "D": 128, "PADDED": 128, "HALF": 32}
         constants = {**sizes, "POOL": True, "KEEP_RAW": True, "num_warps": 1}
@@ -78,13 +78,13 @@ def indexer() -> Iterator[Case]:
             yield f"score {rows} {kind}", index.score_kernel, constants, _pools(kind)
     constants = {
         **bins,
-        "BIN_TILE": index.BIN_TILE,
-        "TILE": index.SELECT_TILE,
-        "SMALL": index.SMALL_LIST,
+        "TILE": choose.SELECT_TILE,
+        "TILES": choose.LEAST_TILES,
+        "PART": choose.LIST_PART,
         "SELECT": 512,
-        "num_warps": index.SELECT_WARPS,
+        "num_warps": choose.SELECT_WARPS,
     }
-    yield "select", index.select_kernel, constants, {**TYPES, "out": "*i32"}
+    yield "select", choose.select_kernel, constants, {**TYPES, "out": "*i32"}
 
 
 def recurrent() -> Iterator[Case]:
@@ -141,7 +141,8 @@ def others() -> Iterator[Case]:
         sizes = {"EXPERTS": experts, "PADDED": experts, "TOP_K": top_k, "PADDED_K": 1 << (top_k - 1).bit_length()}
         constants = {**sizes, "BLOCK": 256, "SHARED": shared, "PARTS": 2 if shared else 0, "num_warps": 1}
         yield f"choice of {experts}", moe_input.choice_kernel, constants, {**PARTS, "ids": "*i64"}
-    yield "gated norm", fused.gated_norm_kernel, {"D": 128, "SIGMOID": True, "PARTS": 2, "num_warps": 1}, PARTS
+    sizes = {"D": 128, "SIGMOID": True, "WHOLE": True}
+    yield "gated norm", fused.gated_norm_kernel, {**sizes, "PARTS": 2, "num_warps": 1}, PARTS
 
 
 def main(names: list[str]) -> None:

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from makeway.kernels import reference
 from makeway.kernels.reference import delta_rule, l2_norm
-from makeway.kernels.triton.chunk_delta import CHUNK, DeltaScratch, delta_rule_chunks
+from makeway.kernels.triton.chunk_delta import CHUNK, DeltaScratch, chunk_gates, delta_rule_chunks
 
 HEADS, K_HEADS, D_K, D_V = 2, 1, 16, 16
 
@@ -101,3 +102,15 @@ def test_rows_may_be_strided(device):
     expected, expected_state = run(device, state, q, k, v, decay, beta)
     assert torch.equal(out, expected)
     assert torch.equal(new, expected_state)
+
+
+def test_gates_of_a_chunk(device):
+    generator = torch.Generator().manual_seed(1)
+    both = torch.randn((45, 13), generator=generator) * 8
+    alpha, beta = both[:, :6], both[:, 6:12]  # rows may be strided
+    a, dt_bias = -torch.rand(6, generator=generator), torch.randn(6, generator=generator)
+    there = both.to(device)
+    found = chunk_gates(there[:, :6], there[:, 6:12], a=a.to(device), dt_bias=dt_bias.to(device))
+    expected = torch.exp(a * reference.softplus(alpha + dt_bias)), reference.sigmoid(beta)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-5, atol=1e-6)

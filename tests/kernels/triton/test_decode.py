@@ -51,13 +51,6 @@ def test_terms_add_up_to_float32(device):
     out = torch.empty((3, 128), dtype=torch.bfloat16, device=device)
     where = torch.zeros(1, dtype=torch.int64, device=device)
     counted = torch.tensor([0, 1], dtype=torch.int32, device=device)
-    for term in range(3):
-        decode_matrices(
-            weight.raw.view(-1).to(device),
-            where,
-            QuantMatrix(weight.type, 4, 32),
-            out=out[term : term + 1],
-            counted=counted,
-            term=term,
-        )
+    raw, matrix = weight.raw.view(-1).to(device), QuantMatrix(weight.type, 4, 32)
+    decode_matrices(raw, where, matrix, out=out.view(1, -1), counted=counted, terms=3, term_stride=128)
     assert torch.equal(out.double().sum(0).cpu(), weight.decode().double().view(-1))

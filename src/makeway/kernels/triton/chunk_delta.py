@@ -17,8 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from makeway.kernels.triton.small import sigmoid_of, softplus_of
+
 CHUNK = 64
 BLOCK_V = 64  # columns of the state in one program
+GATE_ROWS = 32  # rows in one program of `chunk_gates`
 LEAST_DECAY = 1e-35  # nothing beside any state, and its logarithm is finite
 
 
@@ -129,6 +132,61 @@ def delta_rule_chunks(
             num_warps=4,
             num_stages=2,
         )
+
+
+@triton.jit(do_not_specialize=["n"])
+def gates_kernel(
+    alpha,
+    beta,
+    a,
+    dt_bias,
+    decay_out,
+    beta_out,
+    alpha_row,
+    beta_row,
+    n,
+    n_heads,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Decay and beta of some rows."""
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    head = tl.arange(0, HEADS)[None, :]
+    inside = (rows < n) & (head < n_heads)
+    step = softplus_of(
+        tl.load(alpha + rows * alpha_row + head, mask=inside, other=0.0)
+        + tl.load(dt_bias + head, mask=head < n_heads, other=0.0)
+    )
+    decay = tl.exp(tl.load(a + head, mask=head < n_heads, other=0.0) * step)
+    tl.store(decay_out + rows * n_heads + head, decay, mask=inside)
+    logit = tl.load(beta + rows * beta_row + head, mask=inside, other=0.0)
+    tl.store(beta_out + rows * n_heads + head, sigmoid_of(logit), mask=inside)
+
+
+def chunk_gates(alpha: Tensor, beta: Tensor, *, a: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Decay and beta f32 [n, heads] of a chunk: exp(a softplus(alpha + dt_bias)) and sigmoid(beta); alpha and beta f32
+    [n, heads], rows of any stride."""
+    n, n_heads = alpha.shape
+    assert alpha.stride(1) == beta.stride(1) == 1
+    assert a.is_contiguous()
+    assert dt_bias.is_contiguous()
+    decay_out, beta_out = (torch.empty((n, n_heads), dtype=torch.float32, device=alpha.device) for _ in range(2))
+    gates_kernel[(triton.cdiv(n, GATE_ROWS),)](
+        alpha,
+        beta,
+        a,
+        dt_bias,
+        decay_out,
+        beta_out,
+        alpha.stride(0),
+        beta.stride(0),
+        n,
+        n_heads,
+        HEADS=triton.next_power_of_2(n_heads),
+        ROWS=GATE_ROWS,
+        num_warps=4,
+    )
+    return decay_out, beta_out
 
 
 @triton.jit

@@ -73,9 +73,7 @@ def chunk_linear(x: Tensor, weight: Weight, *, out: Tensor, scratch: LinearScrat
     for first in range(0, weight.n_rows, run):
         n_rows = min(run, weight.n_rows - first)
         matrix = QuantMatrix(weight.type, n_rows, n_cols, inside=first * weight.raw.shape[1])
-        for term in range(n_terms):
-            part = scratch.weights[term * run * n_cols :].view(1, -1)
-            decode_matrices(raw, scratch.origin, matrix, out=part, counted=scratch.one, term=term)
+        _decode(raw, matrix, scratch.weights, scratch=scratch, n_terms=n_terms, term_stride=run * n_cols)
         some = out[:, first : first + n_rows]
         _multiply(x, scratch.weights, some, tile=tile, n_terms=n_terms, term_rows=run)
 
@@ -112,11 +110,20 @@ def chunk_linears(x: Tensor, weights: Sequence[Weight], *, out: Tensor, scratch:
     first = 0
     for weight in weights:
         matrix = QuantMatrix(weight.type, weight.n_rows, n_cols)
-        for term in range(n_terms):
-            part = scratch.weights[(term * n_rows + first) * n_cols :].view(1, -1)
-            decode_matrices(_raw(weight), scratch.origin, matrix, out=part, counted=scratch.one, term=term)
+        part = scratch.weights[first * n_cols :]
+        _decode(_raw(weight), matrix, part, scratch=scratch, n_terms=n_terms, term_stride=n_rows * n_cols)
         first += weight.n_rows
     _multiply(x, scratch.weights, out, tile=_tile(x, n_rows), n_terms=n_terms, term_rows=n_rows)
+
+
+def _decode(
+    raw: Tensor, matrix: QuantMatrix, out: Tensor, *, scratch: LinearScratch, n_terms: int, term_stride: int
+) -> None:
+    """All terms of one matrix."""
+    target = out.view(1, -1)
+    decode_matrices(
+        raw, scratch.origin, matrix, out=target, counted=scratch.one, terms=n_terms, term_stride=term_stride
+    )
 
 
 def _raw(weight: Weight) -> Tensor:

@@ -6,6 +6,8 @@ Hazard: compiled without fused multiply-adds, for the order of float32 operation
 
 import math
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -38,48 +40,60 @@ DECODE_STEPS = 256  # weights of a row in one program, at least
 
 
 def decode_matrices(
-    room: Tensor, where: Tensor, matrix: QuantMatrix, *, out: Tensor, counted: Tensor, term: int = 0
+    room: Tensor,
+    where: Tensor,
+    matrix: QuantMatrix,
+    *,
+    out: Tensor,
+    counted: Tensor,
+    terms: int = 1,
+    term_stride: int = 0,
 ) -> None:
     """out bf16 [experts, >= n_rows * n_cols]: the matrix of each expert, rounded from `quants/`'s float32.
 
-    term 1 is the rounded rest that term 0 leaves, and so on: float32 is the sum of three.
+    With more `terms`, `term_stride` values further on the rounded rest that the first leaves, and so on: float32 is the
+    sum of three.
 
     room u8: the arena; where int64 [experts]: an expert's first byte in it, a multiple of 16. counted int32
     [experts + 1]: offsets of the sort; an expert without pairs is neither read nor written.
     """
+    tiles, sizes, constants = _launch(matrix)
+    decode_kernel[(*tiles, where.shape[0])](
+        room,
+        where,
+        counted,
+        out,
+        code_table(room.device),
+        *sizes,
+        out.stride(0),
+        term_stride,
+        **constants,
+        TERMS=terms,
+    )
+
+
+@cache
+def _launch(matrix: QuantMatrix) -> tuple[tuple[int, int], tuple[int, ...], dict[str, Any]]:
+    """Programs by rows and steps, sizes and compile-time arguments of the kernel for a matrix."""
     planes = planes_for(matrix.type, matrix.n_cols)
     aligned = math.gcd(16, matrix.inside)
     bytes_of_row = row_bytes(matrix.type, matrix.n_cols)
     assert aligned % planes.align == 0
     assert bytes_of_row % planes.align == 0
     assert matrix.n_cols % planes.step == 0
-    n_experts = where.shape[0]
     n_steps = matrix.n_cols // planes.step
     per_program = min(n_steps, max(1, DECODE_STEPS // planes.step))
-    arguments = planes.arguments()
-    del arguments["GROUP"], arguments["PARTS"]
-    together = math.gcd(4, planes.step // planes.width)
-    decode_kernel[(-(-matrix.n_rows // DECODE_ROWS), -(-n_steps // per_program), n_experts)](
-        room,
-        where,
-        counted,
-        out,
-        code_table(room.device),
-        matrix.inside,
-        bytes_of_row,
-        matrix.n_rows,
-        matrix.n_cols,
-        n_steps,
-        out.stride(0),
-        **arguments,
-        ALIGNED=aligned,
-        TERM=term,
-        TOGETHER=together,
-        STEPS=per_program,
-        ROWS=DECODE_ROWS,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+    constants = planes.arguments() | {
+        "ALIGNED": aligned,
+        "TOGETHER": math.gcd(4, planes.step // planes.width),
+        "STEPS": per_program,
+        "ROWS": DECODE_ROWS,
+        "num_warps": 4,
+        "enable_fp_fusion": False,
+    }
+    del constants["GROUP"], constants["PARTS"]
+    tiles = -(-matrix.n_rows // DECODE_ROWS), -(-n_steps // per_program)
+    return tiles, (matrix.inside, bytes_of_row, matrix.n_rows, matrix.n_cols, n_steps), constants
 
 
 @triton.jit
@@ -91,7 +105,7 @@ def rounded(
     HAS_SHIFT: tl.constexpr,
     PLANE_ORDER: tl.constexpr,
 ):
-    """A plane's weights, in weight order, as bf16 [R, width]; TERM as in `decode_matrices`."""
+    """A plane's weights, in weight order, as bf16 [R, width]; TERM 1: the rest that 0 leaves, and so on."""
     rest = plane_values(plane, BIAS, HAS_SCALE, HAS_SHIFT, False).to(tl.float32)
     for _ in tl.static_range(TERM):
         rest -= rest.to(tl.bfloat16).to(tl.float32)
@@ -122,6 +136,7 @@ def decode_kernel(
     n_cols,
     n_steps,
     out_stride,
+    term_stride,
     UNPACK: tl.constexpr,
     STEP: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -130,7 +145,7 @@ def decode_kernel(
     HAS_SHIFT: tl.constexpr,
     PLANE_ORDER: tl.constexpr,
     ALIGNED: tl.constexpr,
-    TERM: tl.constexpr,
+    TERMS: tl.constexpr,
     TOGETHER: tl.constexpr,
     STEPS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -149,11 +164,12 @@ def decode_kernel(
         planes = UNPACK(source, tl.minimum(step, n_steps - 1), table)
         valid = (rows < n_rows) & (columns + step * STEP < n_cols)
         for p in tl.static_range(0, STEP // WIDTH, TOGETHER):
-            values = rounded(planes[p], TERM, BIAS, HAS_SCALE, HAS_SHIFT, PLANE_ORDER)
-            if TOGETHER > 1:
-                values = beside(values, rounded(planes[p + 1], TERM, BIAS, HAS_SCALE, HAS_SHIFT, PLANE_ORDER))
-            if TOGETHER > 2:
-                c = rounded(planes[p + 2], TERM, BIAS, HAS_SCALE, HAS_SHIFT, PLANE_ORDER)
-                d = rounded(planes[p + 3], TERM, BIAS, HAS_SCALE, HAS_SHIFT, PLANE_ORDER)
-                values = beside(values, beside(c, d))
-            tl.store(target + step * STEP + p * WIDTH, values, mask=valid)
+            for term in tl.static_range(TERMS):
+                values = rounded(planes[p], term, BIAS, HAS_SCALE, HAS_SHIFT, PLANE_ORDER)
+                if TOGETHER > 1:
+                    values = beside(values, rounded(planes[p + 1], term, BIAS, HAS_SCALE, HAS_SHIFT, PLANE_ORDER))
+                if TOGETHER > 2:
+                    c = rounded(planes[p + 2], term, BIAS, HAS_SCALE, HAS_SHIFT, PLANE_ORDER)
+                    d = rounded(planes[p + 3], term, BIAS, HAS_SCALE, HAS_SHIFT, PLANE_ORDER)
+                    values = beside(values, beside(c, d))
+                tl.store(target + term * term_stride + step * STEP + p * WIDTH, values, mask=valid)

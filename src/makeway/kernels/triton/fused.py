@@ -387,10 +387,11 @@ def gated_norm_kernel(
     eps,
     D: tl.constexpr,
     SIGMOID: tl.constexpr,
+    WHOLE: tl.constexpr,
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One head of a row: rms norm of x, times sigmoid or silu of the gate, f32 and parts."""
+    """One head of a row: rms norm of x, times sigmoid or silu of the gate, f32 where WHOLE, and parts."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, D)
@@ -401,7 +402,8 @@ def gated_norm_kernel(
     factor = sigmoid_of(g)
     if not SIGMOID:
         factor = factor * g
-    tl.store(out + at, value * factor)
+    if WHOLE:
+        tl.store(out + at, value * factor)
     store_parts(parts, at, part_stride, value * factor, i < D, PARTS)
 
 
@@ -409,13 +411,13 @@ def gated_norm_parts(
     x: Tensor, gate: Tensor, gamma: Tensor, *, eps: float, sigmoid_gate: bool, n_parts: int
 ) -> tuple[Tensor, Tensor]:
     """x f32 [n, heads, d] normed by gamma [d], gated by gate f32 [n, heads * d], rows of any stride: f32 [n, heads *
-    d] and bf16 [n_parts, n, heads * d]."""
+    d] and bf16 [n_parts, n, heads * d]; with one part the former is that part, as of `stream_norm`."""
     n, heads, d = x.shape
     assert x.is_contiguous()
     assert gate.stride(1) == 1
     assert d == triton.next_power_of_2(d)
-    out = torch.empty((n, heads * d), dtype=torch.float32, device=x.device)
     parts = torch.empty((n_parts, n, heads * d), dtype=torch.bfloat16, device=x.device)
+    out = parts[0] if n_parts == 1 else torch.empty((n, heads * d), dtype=torch.float32, device=x.device)
     gated_norm_kernel[(n, heads)](
         x,
         gate,
@@ -427,6 +429,7 @@ def gated_norm_parts(
         eps,
         D=d,
         SIGMOID=sigmoid_gate,
+        WHOLE=n_parts != 1,
         PARTS=n_parts,
         num_warps=1,
         **overlap(x.device),

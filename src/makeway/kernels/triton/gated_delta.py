@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from makeway.kernels.rows import ConvState, DeltaState, Rows
-from makeway.kernels.triton import small
-from makeway.kernels.triton.chunk_delta import DeltaScratch
+from makeway.kernels.triton.chunk_delta import DeltaScratch, chunk_gates
 from makeway.kernels.triton.conv import ADVANCE, KEEP, conv_rows
 from makeway.kernels.triton.delta import delta_step, keep_rows, run_delta
 from makeway.kernels.triton.fused import gated_norm_parts
@@ -55,7 +54,6 @@ def gated_delta(
             keep_rows(k, v, gates[0], gates[1], state, rows)
     else:
         assert scratch is not None
-        decay = torch.exp(a * small.pointwise(small.SOFTPLUS, alpha + dt_bias))
-        beta = small.pointwise(small.SIGMOID, beta)
+        decay, beta = chunk_gates(alpha, beta, a=a, dt_bias=dt_bias)
         out = delta_step(q, k, v=v, decay=decay, beta=beta, state=state, rows=rows, scratch=scratch)
     return gated_norm_parts(out, gate, norm, eps=eps, sigmoid_gate=sigmoid_gate, n_parts=n_parts)

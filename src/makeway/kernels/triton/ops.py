@@ -203,7 +203,7 @@ class TritonOps:
 
     def _reference(self, x: Tensor, weight: Weight) -> Tensor:
         self.notes[f"linear {weight.type.name} of {weight.n_cols}"] = "reference"
-        return reference.linear(x, weight)
+        return reference.linear(x.float(), weight)
 
     def _remember(self, x: Tensor, parts: Tensor) -> None:
         """`parts` are x's, as long as nobody changes x."""
