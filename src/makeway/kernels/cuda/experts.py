@@ -78,7 +78,7 @@ def launches(layout: ExpertLayout, *, n: int, top_k: int) -> Launches:
     while pass_rows > 1 and units * (activation_bytes(unit, pass_rows) + 4 * SUMS) + copies > MAX_SHARED:
         pass_rows -= 1
     tiles = layout.width // TILE
-    at_once = PROCESSORS * blocks_of(units, sets=1, loops=False)
+    at_once = PROCESSORS * blocks_of(units, sets=1, loops=True)
     turns = -(-tiles // max(1, round(at_once / (n * top_k))))
     down_unit = down_columns(layout)
     down_tiles = -(-layout.hidden // TILE)
@@ -107,7 +107,7 @@ def kernel_names(layout: ExpertLayout, how: Launches, *, n: int) -> tuple[str, s
     gate_up = f"{int(layout.gate)}, {int(layout.up)}, {how.unit}, {str(loops).lower()}, {how.units}"
     down_blocks = max(1, 20 // how.down_warps) if sets == 1 else 1
     return (
-        f"gate_up_kernel<{gate_up}, {blocks_of(how.units, sets=1, loops=loops)}>",
+        f"gate_up_kernel<{gate_up}, {blocks_of(how.units, sets=1, loops=True)}>",
         f"down_kernel<{int(layout.down)}, {how.down_unit}, {sets}, {how.down_warps}, {down_blocks}>",
     )
 
