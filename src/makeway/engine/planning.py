@@ -23,7 +23,8 @@ from makeway.models.plan_facts import plan_facts
 
 DEFAULT_CONTEXT = 8192
 ROOMY_CHUNK = 512  # tokens of a chunk that a CPU is given room for
-SCRATCH_BYTES = 1 << 30  # activations between the kernels of a chunk, which torch allocates beside the arena
+CHUNK_BYTES = 1 << 30  # activations between the kernels of a chunk, which torch allocates beside the arena
+SCRATCH_BYTES = CHUNK_BYTES + (256 << 20)  # the same, what the kernels share, and what the allocator leaves unused
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Numbers:
 
 
 CPU_NUMBERS = Numbers("f32", 4, 4, 0)
-GPU_REFERENCE_NUMBERS = Numbers("f32", 4, 4, DEFAULT_RESERVE_BYTES + SCRATCH_BYTES)
-TRITON_NUMBERS = Numbers("f16", 4, 2, DEFAULT_RESERVE_BYTES + SCRATCH_BYTES, SCRATCH_BYTES)
+GPU_REFERENCE_NUMBERS = Numbers("f32", 4, 4, DEFAULT_RESERVE_BYTES + CHUNK_BYTES)
+TRITON_NUMBERS = Numbers("f16", 4, 2, DEFAULT_RESERVE_BYTES + SCRATCH_BYTES, CHUNK_BYTES)
 
 
 def plan_for(
