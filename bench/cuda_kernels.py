@@ -1,12 +1,13 @@
 """Decode's products in CUDA C++: checked against f64, then timed beside what their bytes allow.
 
-Never times a kernel whose numbers it has not checked. Hazard: weights are rotated so that none is in the L2 cache when it comes
-again; launches follow each other as in a step, so each may fetch its weights while the one before it ends.
+Never times a kernel whose numbers it has not checked. Hazard: weights are rotated so that none is in the L2 cache when
+it comes again; launches follow each other as in a step, so each may fetch its weights while the one before it ends.
 
     python -m bench.cuda_kernels      (one JSON line last)
 """
 
 import argparse
+import functools
 import json
 import sys
 from pathlib import Path
@@ -16,15 +17,24 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.kernels import FLASH_NEXT, LINEARS, QWEN3_30B, ROTATED_BYTES, Layer, error_of, random_bytes, rates, time_us
+from bench.kernels import (
+    FLASH_NEXT,
+    LINEARS,
+    QWEN3_30B,
+    ROTATED_BYTES,
+    Layer,
+    Step,
+    error_of,
+    random_bytes,
+    rates,
+    time_us,
+)
 
 from makeway.gguf.types import GGMLType as G
 from makeway.gguf.types import row_bytes
 from makeway.kernels import Weight
-from makeway.kernels.cuda import experts
-from makeway.kernels.cuda import linear as cuts
 from makeway.kernels.cuda.experts import StepExpertKernels
-from makeway.kernels.cuda.linear import Linears
+from makeway.kernels.cuda.linear import Linears, has_kernel
 from makeway.kernels.cuda.programs import Programs
 
 DEVICE = torch.device("cuda")
@@ -39,14 +49,6 @@ GROUPS = (
     ("Flash-Next mixer down", ((G.Q8_0, 320),), 10240),
     ("Flash-Next mixer up", ((G.Q8_0, 10240),), 320),
     ("Flash-Next shared down", ((G.Q8_0, 2560),), 640),
-)
-SWEPT = (
-    ("q", ((G.Q4_K, 12288),), 2560),
-    ("qkv", ((G.Q4_K, 4096), (G.Q4_K, 512), (G.Q4_K, 512)), 2048),
-    ("GDN", ((G.Q5_K, 10240), (G.Q4_K, 6144), (G.F32, 48), (G.F32, 48)), 2560),
-    ("GDN out", ((G.Q5_K, 2560),), 6144),
-    ("out Q8_0", ((G.Q8_0, 2560),), 6144),
-    ("head", ((G.Q6_K, 151936),), 2048),
 )
 LAYERS = (("30B", QWEN3_30B, 128, 8), ("Flash-Next", FLASH_NEXT, 512, 10))
 
@@ -77,7 +79,8 @@ def run_group(name: str, group: Group, linears: Linears) -> list[dict]:
     for n in (1, 4, 8):
         row = {"name": name, "n": n, "bytes": group.n_bytes, "error": error, "right": same and error < 2e-5}
         if row["right"]:
-            row["us"], _ = time_us([lambda w=w: linears(x[:n], w) for w in group.copies])
+            some = x[:n]
+            row["us"], _ = time_us([functools.partial(linears, some, w) for w in group.copies])
         found.append(row)
     return found
 
@@ -86,7 +89,7 @@ def run_layer(name: str, layer: Layer, kernels: StepExpertKernels) -> list[dict]
     """The same for a layer of experts, all in slots."""
     found = []
 
-    def run(step: object) -> torch.Tensor:
+    def run(step: Step, kernels: StepExpertKernels = kernels) -> torch.Tensor:
         kernels.run(step.buffers, step.x, layer.arena, layout=layer.layout, acc=step.acc)
         return step.acc
 
@@ -109,7 +112,10 @@ def run_layer(name: str, layer: Layer, kernels: StepExpertKernels) -> list[dict]
         n_bytes = sum(s.n_used for s in steps) / len(steps) * layer.layout.expert_bytes
         row = {"name": f"{name} experts", "n": n, "bytes": n_bytes, "error": error, "right": right}
         if right:
-            row["us"], _ = time_us([lambda s=s: run(s) for s in steps])
+            row["us"], _ = time_us([functools.partial(run, s) for s in steps])
+            for begin in ("gate_up", "down"):
+                alone = StepExpertKernels(DEVICE, Only(begin))
+                row[f"{begin}_us"], _ = time_us([functools.partial(run, s, alone) for s in steps])
         found.append(row)
     return found
 
@@ -133,44 +139,9 @@ class Only(Programs):
         return Nothing
 
 
-def sweep(read: float) -> None:
-    """Other cuts of some launches, one row."""
-    kept = cuts.AT_ONCE, cuts.blocks_of
-    layers = [(name, Layer(layout, n_experts, top_k)) for name, layout, n_experts, top_k in LAYERS]
-    for at_once in (16, 24, 32, 48, 64):
-        for budget in (16, 24, 32):
-            cuts.AT_ONCE = (132 * at_once, 132 * at_once)
-            experts.blocks_of = cuts.blocks_of = lambda warps, budget=budget, **_: max(1, budget // warps)
-            print(f"{at_once} warps at once, room for {budget}:", end="")
-            for name, matrices, n_cols in SWEPT:
-                group = Group(matrices, n_cols)
-                x = torch.randn(1, n_cols, device=DEVICE)
-                linears = Linears(DEVICE, Programs())
-                us, _ = time_us([lambda w=w: linears(x, w) for w in group.copies])
-                how = cuts.cut([k for k, _ in matrices], n_cols, rows=[r for _, r in matrices], n=1)
-                print(f" {name} x{how.turns} {us:.1f} us {group.n_bytes / read * 1e6 / us:.0%},", end="")
-            for name, layer in layers:
-                for begin in ("gate", "down"):
-                    kernels = StepExpertKernels(DEVICE, Only(begin))
-                    steps = [layer.step(1, 1.0) for _ in range(24)]
-                    for s in steps:
-                        s.x = torch.randn(1, layer.layout.hidden, device=DEVICE)
-                        s.plan()
-                    call = [
-                        lambda s=s: kernels.run(s.buffers, s.x, layer.arena, layout=layer.layout, acc=s.acc)
-                        for s in steps
-                    ]
-                    us, _ = time_us(call)
-                    print(f" {name} {begin} {us:.1f}", end="")
-            print(flush=True)
-    cuts.AT_ONCE, cuts.blocks_of = kept
-    experts.blocks_of = kept[1]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--sweep", action="store_true", help="time other cuts too")
     args = parser.parse_args()
     torch.manual_seed(0)
     measured = rates()
@@ -185,24 +156,21 @@ def main() -> None:
                 print(f"{row['name']:<36} {row['n']} WRONG, error {row['error']:.1e}", flush=True)
                 continue
             bound = row["bytes"] / measured["read"] * 1e6
+            parts = "".join(f", {key[:-3]} {row[key]:.1f} us" for key in row if key.endswith("_us"))
             print(
                 f"{row['name']:<36} {row['n']}  {row['bytes'] / 1e6:8.2f} MB  bound {bound:7.2f} us  {row['us']:8.2f} us  "
-                f"{bound / row['us'] * 100:5.1f} %  error {row['error']:.0e}",
+                f"{bound / row['us'] * 100:5.1f} %  error {row['error']:.0e}{parts}",
                 flush=True,
             )
 
     print(f"read {measured['read'] / 1e12:.2f} TB/s", flush=True)
     singles = [
-        (f"{name} {kind.name}", ((kind, n),), n_cols)
-        for name, kind, n, n_cols in LINEARS
-        if cuts.has_kernel(kind, n_cols)
+        (f"{name} {kind.name}", ((kind, n),), n_cols) for name, kind, n, n_cols in LINEARS if has_kernel(kind, n_cols)
     ]
     cases = [*GROUPS, *singles]
-    for name, matrices, n_cols in cases if not args.sweep else []:
+    for name, matrices, n_cols in cases:
         if args.only in name:
             show(run_group(name, Group(matrices, n_cols), linears))
-    if args.sweep:
-        sweep(measured["read"])
     for name, layout, n_experts, top_k in LAYERS:
         if args.only in f"{name} experts":
             show(run_layer(name, Layer(layout, n_experts, top_k), kernels))

@@ -8,7 +8,7 @@ from makeway.kernels.cuda.compiler import Module
 pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
 
 MOST_SHARED = 99 * 1024  # of a block on sm_86
-SPILLED_BYTES = {"gate_up_kernel": 640, "down_kernel": 320, "linears_kernel": 32}  # at most, stores and loads together; others spill nothing
+SPILLED_BYTES = {"gate_up_kernel": 256, "down_kernel": 320, "linears_kernel": 32}  # at most, stores and loads
 
 
 def check(program, arch, tmp_path):

@@ -1,7 +1,7 @@
 """Matrices times up to eight rows of activations, straight from the quantised bytes, on the tensor cores.
 
-Owns how a launch is cut, and the scratch of launches whose columns several blocks share. Never looks at the number of rows
-when it decides in what order a row's sums are added: its bits are the same with 1, 2, 4 or 8 rows.
+Owns how a launch is cut, and the scratch of launches whose columns several blocks share. Never looks at the number of
+rows when it decides in what order a row's sums are added: its bits are the same with 1, 2, 4 or 8 rows.
 Hazard: the scratch serves one launch at a time, so all launches of one instance go to one stream.
 """
 
@@ -29,7 +29,7 @@ PROCESSORS = 132  # of an H200
 SUMS = 8 * 20 * 4  # bytes of a warp's sums of one set
 TILE = 16  # rows of the matrix
 PLAIN, SILU, SWIGLU = 0, 1, 2
-AT_ONCE = (PROCESSORS * 64, PROCESSORS * 24)  # warps of a grid, for up to two activations and more: else blocks take turns
+AT_ONCE = (PROCESSORS * 64, PROCESSORS * 24)  # warps of a grid, for up to two activations and for more
 PARAMETERS = "ppp" + "ii" + "f" + 4 * "p" + 4 * "p" + 4 * "i" + 4 * "i" + 4 * "i" + "iii" + "iiiii" + "pp"
 
 
@@ -57,8 +57,8 @@ def n_sets(n: int) -> int:
 
 
 def blocks_of(warps: int, *, sets: int, loops: bool) -> int:
-    """Blocks of a multiprocessor that a kernel's registers leave room for: 32 warps, 24 where a warp fetches one tile while
-    it is busy with another, 16 with two sets."""
+    """Blocks of a multiprocessor that a kernel's registers leave room for: 32 warps, 24 where a warp fetches one tile
+    while it is busy with another, 16 with two sets."""
     return max(1, (16 if sets == 2 else 24 if loops else 32) // warps)
 
 
@@ -104,8 +104,10 @@ def cut(kinds: Sequence[GGMLType], n_cols: int, *, rows: Sequence[int], n: int) 
     tiles = sum(-(-r // TILE) for r in rows)
     turns = max(1, round(tiles * n_units / AT_ONCE[n > 2]))
     of_warp = _warp_bytes(unit, n, copy=copy, loops=turns > 1)
-    most = min(WARPS, MAX_SHARED // of_warp) // group_units
-    groups = max(1, min(n_groups, most, round(tiles * n_groups / PROCESSORS)))  # at least a block for each multiprocessor
+    groups = max(1, min(WARPS, MAX_SHARED // of_warp) // group_units)
+    if groups < n_groups:  # several blocks to a tile: then no fewer than there are multiprocessors
+        groups = max(1, min(groups, round(tiles * n_groups / PROCESSORS)))
+    groups = min(groups, n_groups)
     splits = -(-n_groups // groups)
     warps = groups * group_units
     blocks = sum(-(-r // (TILE * turns)) for r in rows)
