@@ -41,7 +41,8 @@ class Pieces(Protocol):
         ...
 
     def add(self, experts: range) -> None:
-        """Run those of `experts` that somebody chose, ascending."""
+        """Run those of `experts` that somebody chose, ascending. If the host had asked for the uses before `place`,
+        pieces are of so many chosen experts, else of so many experts."""
         ...
 
 

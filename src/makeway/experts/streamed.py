@@ -25,8 +25,8 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class _Piece:
-    """Consecutive experts of a layer; those that are `absent` cross the link into `buffer`, to the bytes `to` of the
-    ring, all ascending."""
+    """Experts of a layer; those that are `absent` cross the link into `buffer`, to the bytes `to` of the ring, all in
+    ascending order."""
 
     layer: int
     experts: range
@@ -38,10 +38,11 @@ class _Piece:
 @dataclass(frozen=True)
 class _Places:
     """Where a layer's experts are, or will be: the slot of each when it was announced, and its first byte's place in
-    the arena."""
+    the arena; and how many pieces they are."""
 
     slots: Ints
     where: Ints
+    n_pieces: int
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class _Staged:
 
 
 class StreamedExperts:
-    """Pieces of `piece_experts` consecutive ids. `copies_all`: every expert that is not in a slot crosses the link,
-    else only those that were routed."""
+    """`copies_all`: every expert that is not in a slot crosses the link, in pieces of `piece_experts` consecutive ids;
+    else only those that were routed do, and pieces are of so many of these."""
 
     def __init__(self, cache: ExpertCache, pieces: Pieces, *, ring: View, piece_experts: int, copies_all: bool) -> None:
         """`pieces` runs what is there. Raises EngineFailed when the ring has no room for one piece."""
@@ -89,8 +90,7 @@ class StreamedExperts:
         places = self._places.pop(layer)
         self._check(layer, places.slots)
         self._pieces.place(places.where)
-        n_experts = self._cache.store.layers[layer].n_experts
-        for _ in range(0, n_experts, self._piece_experts):
+        for _ in range(places.n_pieces):
             self._stage()
             self._run(layer, self._staged.popleft())
         self._stage()
@@ -133,16 +133,17 @@ class StreamedExperts:
         where = np.zeros(slots.size, dtype=np.int64)
         where[resident] = self._cache.slot_offsets(layer, slots[resident])
         stride = self._cache.plan.layers[layer].stride_bytes
-        for first in range(0, slots.size, self._piece_experts):
-            experts = range(first, min(first + self._piece_experts, slots.size))
-            absent = np.flatnonzero(wanted[experts.start : experts.stop]) + first
+        ids = np.arange(slots.size) if used is None else np.flatnonzero(used)
+        pieces = np.split(ids, range(self._piece_experts, ids.size, self._piece_experts)) if ids.size else []
+        for piece in pieces:
+            absent = piece[wanted[piece]]
             buffer, to = NONE, absent
             if absent.size:
                 buffer, self._next_buffer = self._next_buffer, (self._next_buffer + 1) % self._n_buffers
                 to = buffer * self._buffer_bytes + np.arange(absent.size) * stride
                 where[absent] = self._ring.region.offset + to
-            self._coming.append(_Piece(layer, experts, absent, to, buffer))
-        self._places[layer] = _Places(slots, where)
+            self._coming.append(_Piece(layer, range(int(piece[0]), int(piece[-1]) + 1), absent, to, buffer))
+        self._places[layer] = _Places(slots, where, len(pieces))
 
     def _stage(self) -> None:
         """Ask for the copies of pieces to come while there are buffers; a piece that is all in slots needs none."""

@@ -4,6 +4,8 @@ Owns how the workspace is cut. Never allocates for a token, and never changes th
 Hazard: the workspace is written anew by every piece, so nothing in it outlives a call but the sort of the layer.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -15,7 +17,7 @@ from makeway.experts.cache import ExpertCache
 from makeway.experts.pieces import Uses
 from makeway.experts.routed import RoutedInput
 from makeway.kernels.triton.sort import SortedPairs, sort_pairs
-from makeway.kernels.triton.sweep_experts import ExpertMatrices, SweepRows, SweepScratch, run_piece
+from makeway.kernels.triton.sweep_experts import ExpertMatrices, SweepRows, SweepScratch, run_piece, run_used
 from makeway.memory.facts import align_up
 
 WORTH_WAITING = 1 << 14
@@ -50,7 +52,9 @@ class TritonPieces:
         self._scratch: SweepScratch | None = None
         self._moe: RoutedInput | None = None
         self._uses: OffsetUses | None = None
-        self._where: Tensor | None = None
+        self._used: NDArray[np.int64] | None = None  # experts that have rows, where that is known before any runs
+        # where each expert lies, in the arena and, decoded, in the scratch; where the used ones lie
+        self._tables: Sequence[Tensor] = ()
 
     def start(self, layer: int, moe: RoutedInput) -> Uses:
         n, top_k = moe.ids.shape
@@ -66,10 +70,21 @@ class TritonPieces:
         return self._uses
 
     def place(self, where: NDArray[np.int64]) -> None:
-        on_host = torch.from_numpy(where)
+        assert self._uses is not None
+        assert self._cut is not None
+        counts, n_values = self._uses.counts, self._cut[3].n_values
+        self._used = None
+        tables = [where]
+        if counts is not None:
+            self._used = np.flatnonzero(counts)
+            starts = np.zeros_like(where)
+            starts[self._used] = np.arange(self._used.size) % self._piece * 2 * n_values
+            tables += [starts, where[self._used]]
+        on_host = torch.from_numpy(np.concatenate(tables))
         if self._arena.is_cuda:
             on_host = on_host.pin_memory()  # else the copy would wait for everything before it
-        self._where = on_host.to(self._arena.device, non_blocking=True)
+        there = on_host.to(self._arena.device, non_blocking=True)
+        self._tables = torch.split(there, [table.size for table in tables])
 
     def add(self, experts: range) -> None:
         assert self._moe is not None
@@ -77,20 +92,35 @@ class TritonPieces:
         assert self._pairs is not None
         assert self._scratch is not None
         assert self._uses is not None
-        assert self._where is not None
         uses, (n, top_k, _, matrices) = self._uses, self._cut
-        if uses.counts is not None and not uses.counts[experts.start : experts.stop].any():
+        rows = SweepRows(x=self._moe.x, weights=self._moe.weights, acc=self._moe.acc, pairs=self._pairs)
+        these = slice(experts.start, experts.stop)
+        if self._used is not None:
+            first, last = np.searchsorted(self._used, (experts.start, experts.stop)).tolist()
+            assert first % self._piece == 0
+            assert last - first <= self._piece
+            if first < last:
+                run_used(
+                    rows,
+                    self._arena,
+                    experts=experts,
+                    n_pairs=int(uses.get()[these].sum()),
+                    used=self._tables[2][first:last],
+                    where=self._tables[0][these],
+                    starts=self._tables[1][these],
+                    matrices=matrices,
+                    scratch=self._scratch,
+                )
             return
         fits = n * min(top_k, len(experts)) <= self._scratch.hidden.shape[0]
-        knows = uses.counts is not None or n * top_k >= WORTH_WAITING or not fits
         run_piece(
-            SweepRows(x=self._moe.x, weights=self._moe.weights, acc=self._moe.acc, pairs=self._pairs),
+            rows,
             self._arena,
-            where=self._where[experts.start : experts.stop],
+            where=self._tables[0][these],
             first=experts.start,
             matrices=matrices,
             scratch=self._scratch,
-            counts=(lambda: uses.get()[experts.start : experts.stop]) if knows else None,
+            counts=None if fits and n * top_k < WORTH_WAITING else lambda: uses.get()[these],
         )
 
     def _carve(self, n: int, top_k: int, n_experts: int, matrices: ExpertMatrices) -> tuple[SortedPairs, SweepScratch]:

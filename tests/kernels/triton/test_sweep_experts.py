@@ -1,12 +1,13 @@
 """Pieces of experts against the reference, for every way to cut the work."""
 
+import numpy as np
 import pytest
 import torch
 
 from makeway.gguf.types import GGMLType
 from makeway.kernels import reference
 from makeway.kernels.triton.sort import SortedPairs, sort_pairs
-from makeway.kernels.triton.sweep_experts import ExpertMatrices, SweepRows, SweepScratch, can_run, run_piece
+from makeway.kernels.triton.sweep_experts import ExpertMatrices, SweepRows, SweepScratch, can_run, run_piece, run_used
 from tests.kernels.triton.blocks import random_weight
 
 N, TOP_K, N_EXPERTS = 9, 2, 4
@@ -53,7 +54,8 @@ class Layer:
                 )
         return acc
 
-    def run(self, *, piece, n_experts, n_rows, counts=None):
+    def rows(self, n_experts, n_rows):
+        """The sorted rows, and scratch for so many experts and rows at a time."""
         n_bytes = SweepScratch.nbytes(self.matrices, n_experts=n_experts, n_rows=n_rows)
         room = torch.full((n_bytes,), 255, dtype=torch.uint8, device=self.device)
         scratch = SweepScratch.of(room, self.matrices, n_experts=n_experts, n_rows=n_rows)
@@ -63,6 +65,33 @@ class Layer:
         rows = SweepRows(
             self.x.to(self.device), self.pair_weights.to(self.device), self.acc.to(self.device, copy=True), pairs
         )
+        return rows, scratch
+
+    def run_used(self, *, n_experts, n_rows):
+        """Every expert that somebody chose, `n_experts` at a time."""
+        rows, scratch = self.rows(n_experts, n_rows)
+        counts = self.counts()
+        used = np.flatnonzero(counts)
+        starts = np.zeros(N_EXPERTS, dtype=np.int64)
+        starts[used] = np.arange(used.size) % n_experts * 2 * self.matrices.n_values
+        for first in range(0, used.size, n_experts):
+            piece = used[first : first + n_experts]
+            experts = slice(int(piece[0]), int(piece[-1]) + 1)
+            run_used(
+                rows,
+                self.room,
+                experts=range(experts.start, experts.stop),
+                n_pairs=int(counts[experts].sum()),
+                used=self.where[torch.from_numpy(piece).to(self.device)],
+                where=self.where[experts],
+                starts=torch.from_numpy(starts[experts]).to(self.device),
+                matrices=self.matrices,
+                scratch=scratch,
+            )
+        return rows.acc.cpu()
+
+    def run(self, *, piece, n_experts, n_rows, counts=None):
+        rows, scratch = self.rows(n_experts, n_rows)
         for first in range(0, N_EXPERTS, piece):
             run_piece(
                 rows,
@@ -99,6 +128,15 @@ def test_no_way_to_cut_the_work_changes_a_bit(device):
     whole = layer.run(piece=N_EXPERTS, n_experts=N_EXPERTS, n_rows=N * TOP_K)
     assert torch.equal(layer.run(piece=2, n_experts=1, n_rows=8), whole)
     assert torch.equal(layer.run(piece=4, n_experts=3, n_rows=9, counts=layer.counts()), whole)
+
+
+@pytest.mark.parametrize("kind", [GGMLType.Q5_1, GGMLType.BF16])
+def test_only_used_experts_are_decoded_and_the_bits_stay(kind, device):
+    layer = Layer(ExpertMatrices(64, 32, kind, kind, kind), device)
+    layer.ids[layer.ids == 1] = 3  # an expert in between that nobody chose
+    whole = layer.run(piece=N_EXPERTS, n_experts=N_EXPERTS, n_rows=N * TOP_K)
+    assert torch.equal(layer.run_used(n_experts=2, n_rows=N * TOP_K), whole)
+    assert torch.equal(layer.run_used(n_experts=3, n_rows=5), whole)
 
 
 def test_shapes_that_the_kernels_lack_are_told():

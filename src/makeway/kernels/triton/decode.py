@@ -123,7 +123,7 @@ def beside(a, b):
     return tl.join(a, b).permute(0, 2, 1).reshape(n, 2 * width)
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows"], do_not_specialize_on_alignment=["where", "counted"])
 def decode_kernel(
     room,
     where,

@@ -16,6 +16,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from makeway.kernels.triton.sort import SortedPairs
 
+VARYING = ["first", "n_experts", "skip", "capacity"]  # from launch to launch
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -74,17 +76,25 @@ def tiles_of(device: torch.device) -> Tiles:
 
 @dataclass(frozen=True)
 class Round:
-    """Places offsets[first] + skip ... below offsets[last], at most `capacity` of them, at a time in scratch."""
+    """Places offsets[first] + skip ... below offsets[last], at most `capacity` of them, at a time in scratch.
+    `n_used`: how many experts from first to last have rows, where the host knows."""
 
     pairs: SortedPairs
     first: int
     last: int
     skip: int
     capacity: int
+    n_used: int | None = None
 
     def n_tiles(self, tile: Tile) -> int:
         """The most row tiles the round can have: every expert may leave one unfilled."""
-        return -(-self.capacity // tile.rows) + self.last - self.first
+        return -(-self.capacity // tile.rows) + (self.last - self.first if self.n_used is None else self.n_used)
+
+    @property
+    def bins(self) -> int:
+        """Experts that a program looks at to find its rows. Ranges of any length share one kernel."""
+        most = self.last - self.first if self.n_used is None else self.pairs.n_experts
+        return 1 << (most - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -131,7 +141,7 @@ def gate_up(x: Tensor, weights: PlainMatrices, *, d_ff: int, part: Round, out: T
         weights.inside,
         weights.next,
         n_columns,
-        EXPERTS=triton.next_power_of_2(part.last - part.first),
+        EXPERTS=part.bins,
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         DEPTH=tile.depth,
@@ -167,7 +177,7 @@ def down(x: Tensor, weights: PlainMatrices, *, part: Round, pair_weights: Tensor
         d_ff,
         weights.inside,
         n_columns,
-        EXPERTS=triton.next_power_of_2(part.last - part.first),
+        EXPERTS=part.bins,
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         DEPTH=tile.depth,
@@ -192,7 +202,7 @@ def find_tile(tile, offsets, first, n_experts, low, high, EXPERTS: tl.constexpr,
     return expert, start, end
 
 
-@triton.jit(do_not_specialize=["first", "n_experts", "skip", "capacity"])
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["starts"])
 def gate_up_kernel(
     x,
     weights,
@@ -296,7 +306,7 @@ def multiply_described(
     return total
 
 
-@triton.jit(do_not_specialize=["first", "n_experts", "skip", "capacity"])
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["starts"])
 def down_kernel(
     x,
     weights,

@@ -6,7 +6,7 @@ neither piece, part, round, nor where an expert's bytes lie changes a bit.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -49,12 +49,14 @@ class ExpertMatrices:
 @dataclass(frozen=True)
 class SweepScratch:
     """weights bf16 [experts at a time, 3 d d_ff]; hidden bf16 [rows at a time, d_ff]; out f32 [rows at a time, d];
-    starts int64 [experts at a time]: the first byte of each expert in `weights`."""
+    starts int64 [experts at a time]: the first byte of each expert in `weights`; each int32 [experts at a time + 1]: 0,
+    1, ..., the offsets of experts that all have rows."""
 
     weights: Tensor
     hidden: Tensor
     out: Tensor
     starts: Tensor
+    each: Tensor
 
     @staticmethod
     def nbytes(matrices: ExpertMatrices, *, n_experts: int, n_rows: int) -> int:
@@ -63,7 +65,7 @@ class SweepScratch:
 
     @staticmethod
     def of(room: Tensor, matrices: ExpertMatrices, *, n_experts: int, n_rows: int) -> "SweepScratch":
-        """Carve it out of `room`, u8 [>= nbytes], aligned to 256 bytes; `starts` is written here."""
+        """Carve it out of `room`, u8 [>= nbytes], aligned to 256 bytes; `starts` and `each` are written here."""
         at, parts = 0, []
         for shape, dtype, n_bytes in _layout(matrices, n_experts, n_rows):
             used = torch.Size(shape).numel() * dtype.itemsize
@@ -71,7 +73,8 @@ class SweepScratch:
             at += n_bytes
         assert at <= room.numel()
         torch.arange(0, n_experts * 2 * matrices.n_values, 2 * matrices.n_values, out=parts[3])
-        return SweepScratch(parts[0], parts[1], parts[2], parts[3])
+        torch.arange(0, n_experts + 1, out=parts[4])
+        return SweepScratch(*parts)
 
 
 def _layout(
@@ -83,6 +86,7 @@ def _layout(
         ((n_rows, matrices.d_ff), torch.bfloat16),
         ((n_rows, matrices.d), torch.float32),
         ((n_experts,), torch.int64),
+        ((n_experts + 1,), torch.int32),
     )
     return tuple(
         (shape, dtype, -(-torch.Size(shape).numel() * dtype.itemsize // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT)
@@ -137,27 +141,71 @@ def run_piece(
         n_experts = some.shape[0]
         begin = first + at
         counted = rows.pairs.offsets[begin : begin + n_experts + 1]
-        gates, downs = _plain_weights(room, some, matrices, scratch, counted=counted)
+        weights = _plain_weights(room, some, matrices, scratch, counted=counted)
         n_pairs = n * min(top_k, n_experts) if counts is None else int(counts()[at : at + n_experts].sum())
-        capacity = scratch.hidden.shape[0]
-        for skip in range(0, n_pairs, capacity):
-            n_rows = min(capacity, n_pairs - skip)
-            part = Round(rows.pairs, begin, begin + n_experts, skip, n_rows)
-            gate_up(rows.x, gates, d_ff=matrices.d_ff, part=part, out=scratch.hidden[:n_rows])
-            down(scratch.hidden[:n_rows], downs, part=part, pair_weights=rows.weights, out=scratch.out[:n_rows])
-            combine(rows.acc, scratch.out[:n_rows], pairs=rows.pairs, first=part.first, last=part.last, skip=skip)
+        part = Round(rows.pairs, begin, begin + n_experts, 0, n_pairs)
+        _run_rounds(rows, weights, part, matrices=matrices, scratch=scratch)
+
+
+def run_used(
+    rows: SweepRows,
+    room: Tensor,
+    *,
+    experts: range,
+    n_pairs: int,
+    used: Tensor,
+    where: Tensor,
+    starts: Tensor,
+    matrices: ExpertMatrices,
+    scratch: SweepScratch,
+) -> None:
+    """`run_piece` where the host knows who has rows: `n_pairs` of them in all, and only these experts are decoded.
+
+    used int64: where the first byte of each that has rows lies in the room, at most as many as the scratch takes at a
+    time. By expert of the range: where int64, the same; starts int64: the first byte in the scratch of those that have
+    rows.
+    """
+    weights = _plain_weights(room, used, matrices, scratch, counted=scratch.each, by_expert=(where, starts))
+    part = Round(rows.pairs, experts.start, experts.stop, 0, n_pairs, n_used=used.shape[0])
+    _run_rounds(rows, weights, part, matrices=matrices, scratch=scratch)
+
+
+def _run_rounds(
+    rows: SweepRows,
+    weights: tuple[PlainMatrices, PlainMatrices],
+    whole: Round,
+    *,
+    matrices: ExpertMatrices,
+    scratch: SweepScratch,
+) -> None:
+    """The rows of `whole`, as many at a time as the scratch holds."""
+    gates, downs = weights
+    for skip in range(0, whole.capacity, scratch.hidden.shape[0]):
+        n_rows = min(scratch.hidden.shape[0], whole.capacity - skip)
+        part = replace(whole, skip=skip, capacity=n_rows)
+        gate_up(rows.x, gates, d_ff=matrices.d_ff, part=part, out=scratch.hidden[:n_rows])
+        down(scratch.hidden[:n_rows], downs, part=part, pair_weights=rows.weights, out=scratch.out[:n_rows])
+        combine(rows.acc, scratch.out[:n_rows], pairs=rows.pairs, first=part.first, last=part.last, skip=skip)
 
 
 def _plain_weights(
-    room: Tensor, where: Tensor, matrices: ExpertMatrices, scratch: SweepScratch, *, counted: Tensor
+    room: Tensor,
+    where: Tensor,
+    matrices: ExpertMatrices,
+    scratch: SweepScratch,
+    *,
+    counted: Tensor,
+    by_expert: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[PlainMatrices, PlainMatrices]:
-    """gate with up, and down, as bf16: in place where they are bf16, else decoded into scratch."""
+    """gate with up, and down, as bf16: in place where they are bf16, else decoded into scratch. `by_expert`: where each
+    expert of the range lies in the room and in the scratch, unless as `where` and one after the other."""
+    in_room, in_scratch = by_expert or (where, scratch.starts)
     gate, up, down_part = matrices.parts
     decoded = scratch.weights
     if gate.type == up.type == GGMLType.BF16:
-        gates = PlainMatrices(room.view(torch.bfloat16), where, gate.inside, gate.n_values)
+        gates = PlainMatrices(room.view(torch.bfloat16), in_room, gate.inside, gate.n_values)
     else:
-        gates = PlainMatrices(decoded.view(-1), scratch.starts, 0, gate.n_values, in_rows=True)
+        gates = PlainMatrices(decoded.view(-1), in_scratch, 0, gate.n_values, in_rows=True)
         if gate.type == up.type:  # one behind the other: one matrix
             both = QuantMatrix(gate.type, 2 * gate.n_rows, gate.n_cols, inside=gate.inside)
             decode_matrices(room, where, both, out=decoded, counted=counted)
@@ -165,7 +213,7 @@ def _plain_weights(
             decode_matrices(room, where, gate, out=decoded, counted=counted)
             decode_matrices(room, where, up, out=decoded[:, gate.n_values :], counted=counted)
     if down_part.type == GGMLType.BF16:
-        return gates, PlainMatrices(room.view(torch.bfloat16), where, down_part.inside)
+        return gates, PlainMatrices(room.view(torch.bfloat16), in_room, down_part.inside)
     behind = gate.n_values + up.n_values
     decode_matrices(room, where, down_part, out=decoded[:, behind:], counted=counted)
-    return gates, PlainMatrices(decoded.view(-1), scratch.starts, 2 * behind, in_rows=True)
+    return gates, PlainMatrices(decoded.view(-1), in_scratch, 2 * behind, in_rows=True)
