@@ -63,19 +63,11 @@ def indexer() -> Iterator[Case]:
         sizes = {"N_RING": 16, "RATIO": 4, "PER_BLOCK": 16, "D": 128, "PADDED": 128, "HALF": 32}
         constants = {**sizes, "POOL": True, "KEEP_RAW": True, "num_warps": 1}
         yield f"pool {kind}", index.pool_kernel, constants, _pools(kind)
-        for rows, heads in ((1, 16), (index.CHUNK_ROWS, 4)):
-            constants = {
-                **bins,
-                "PER_BLOCK": 16,
-                "N_HEADS": 4,
-                "HEADS": heads,
-                "ROWS": rows,
-                "D": 128,
-                "KEYS": index.SCORE_KEYS,
-                "HALF": kind == "fp16",
-                "num_warps": 4,
-            }
-            yield f"score {rows} {kind}", index.score_kernel, constants, _pools(kind)
+        sizes = {"PER_BLOCK": 16, "N_HEADS": 4, "D": 128, "KEYS": index.SCORE_KEYS, "HALF": kind == "fp16"}
+        constants = {**bins, **sizes, "num_warps": 4}
+        yield f"score a row {kind}", index.row_score_kernel, {**constants, "HEADS": 8}, _pools(kind)
+        chunk = {**constants, "HEADS": 4, "ROWS": index.CHUNK_ROWS}
+        yield f"score a chunk {kind}", index.score_kernel, chunk, _pools(kind)
     constants = {
         **bins,
         "TILE": choose.SELECT_TILE,

@@ -5,8 +5,10 @@ import torch
 
 from makeway.kernels import reference_attention as reference
 from makeway.kernels import reference_blocks as blocks
+from makeway.kernels.triton import choose as choosing
 from makeway.kernels.triton import index
-from makeway.kernels.triton.index import IndexScratch, index_pool, index_select
+from makeway.kernels.triton.choose import IndexScratch
+from makeway.kernels.triton.index import index_pool, index_select
 from tests.kernels.triton.paged import batch, copied, padded, pools
 
 STEP = [(299, 1), (2, 2), (18, 3), (39, 1)]
@@ -18,8 +20,9 @@ POOL = {"eps": 1e-6, "n_rot": 8, "theta": 1e7}
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """Several tiles of everything, with few scores."""
-    for name, value in (("SCORE_KEYS", 16), ("SELECT_TILE", 32), ("SMALL_LIST", 16)):
-        monkeypatch.setattr(index, name, value)
+    monkeypatch.setattr(index, "SCORE_KEYS", 16)
+    monkeypatch.setattr(choosing, "SELECT_TILE", 32)
+    monkeypatch.setattr(choosing, "LIST_PART", 16)
 
 
 def randn(*shape, seed=0):
@@ -67,6 +70,7 @@ def choose(q, kv, rows, *, n_select, device, more=0, n_rows=8):
         padded(q, more).to(device), copied(kv, device), rows=rows.fixed, n_select=n_select, scratch=scratch
     )
     assert not scratch.bins.any()
+    assert not scratch.arrived.any()
     return out.cpu(), scratch
 
 

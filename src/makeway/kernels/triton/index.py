@@ -1,12 +1,7 @@
 """The sparse indexer: pooled keys as blocks complete, scores of all complete blocks, and each row's best ones.
 
-Owns the scratch for scores. Never sorts: a histogram of the scores' leading bits finds the few that could be the last
-chosen one, a search over their remaining bits finds it. Hazard: scores are compared as the bits of floats, so they must
-not be negative (they are sums of relu) and not NaN; counts in the scratch must be zero before, and are after.
-
-For each row: a score's *bin* is its leading BIN_BITS bits. Blocks in bins above the bin of the last chosen block are
-chosen; those in it are the *candidates*. The threshold is the largest score that enough blocks reach, found bit by bit
-among the candidates; among blocks equal to it the lower ones are chosen.
+Owns the pooled keys' arithmetic and the scores; `choose` finds the best. Never scores a row that has no choice.
+Hazard: scores are counted by their bins while they are written, once each; a program that ran twice would spoil them.
 """
 
 import torch
@@ -16,18 +11,13 @@ from torch import Tensor
 
 from makeway.kernels.rows import KVLayer, Rows
 from makeway.kernels.triton.attend import high_and_low, key_places, times
+from makeway.kernels.triton.choose import FIRST_BIN, LOW_BITS, N_BINS, IndexScratch, bin_place, choose
 from makeway.kernels.triton.launch import begin, overlap
 from makeway.kernels.triton.linear import MAX_ROWS
 from makeway.kernels.triton.small import cos_sin, normed_and_turned, rope_turns
 
-LOW_BITS = 17  # of a score behind its bin's; eight bits of exponent and six of the mantissa tell the bin
-N_BINS = 1 << (31 - LOW_BITS)
 CHUNK_ROWS = 16  # rows of a chunk whose scores are made together
 SCORE_KEYS = 64  # blocks a program scores
-SELECT_TILE = 8192  # scores looked at in one turn; below 2^15, for two counts share 32 bits
-SELECT_WARPS = 32
-BIN_TILE = 8192
-SMALL_LIST = 1024  # candidates that are searched without reading them again
 
 
 @triton.jit
@@ -192,6 +182,70 @@ def _pool(
         )
 
 
+@triton.jit
+def count_bins(bins, score, counted, N_BINS: tl.constexpr, LOW_BITS: tl.constexpr, FIRST_BIN: tl.constexpr):
+    """Adds scores, where counted, to their rows' counts. Not bin 0: all could be in it, and one address takes one
+    addition at a time."""
+    place = bin_place(score, LOW_BITS, FIRST_BIN, N_BINS)
+    tl.atomic_add(bins + place, 1, mask=counted & (place < N_BINS - 1), sem="relaxed")
+
+
+@triton.jit
+def row_score_kernel(
+    q,
+    pooled,
+    positions,
+    row_segment,
+    block_tables,
+    scores,
+    bins,
+    q_row,
+    table_stride,
+    score_stride,
+    n_select,
+    scale,
+    N_BINS: tl.constexpr,
+    LOW_BITS: tl.constexpr,
+    FIRST_BIN: tl.constexpr,
+    RATIO: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
+    N_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    KEYS: tl.constexpr,
+    HALF: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Scores of KEYS blocks for one row of a step, and the counts of their bins; the same as `score_kernel`'s.
+
+    A query's high and low parts lie in one tile of the tensor cores: half the products, and half the registers, so that
+    all programs of a long context run at once.
+    """
+    begin(PDL)
+    start = tl.program_id(0) * KEYS
+    row = tl.program_id(1).to(tl.int64)
+    segment = tl.load(row_segment + row)
+    n = (tl.load(positions + row).to(tl.int32) + 1) // RATIO
+    if (segment < 0) | (start >= n) | (n <= n_select):
+        return
+    m = tl.arange(0, 2 * HEADS)[:, None]
+    i = tl.arange(0, D)[None, :]
+    number = start + tl.arange(0, KEYS)
+    inside = number < n
+    place = key_places(number, inside, block_tables + segment.to(tl.int64) * table_stride, PER_BLOCK)
+    query = tl.load(q + row * q_row + m % HEADS * D + i, mask=m % HEADS < N_HEADS, other=0.0)
+    keys = tl.load(pooled + place[:, None] * D + i)
+    if HALF:
+        high, low = high_and_low(query, HALF)
+        products = tl.dot(tl.where(m < HEADS, high, low), tl.trans(keys))
+    else:
+        products = tl.dot(tl.where(m < HEADS, query, 0.0), tl.trans(keys), input_precision="ieee")
+    products = tl.sum(tl.reshape(products, (2, HEADS, KEYS)), 0)
+    score = tl.sum(tl.maximum(products, 0.0), 0) * scale
+    tl.store(scores + row * score_stride + number, score, mask=inside)
+    count_bins(bins + row * N_BINS, score, inside, N_BINS, LOW_BITS, FIRST_BIN)
+
+
 @triton.jit(do_not_specialize=["first", "n"])
 def score_kernel(
     q,
@@ -210,6 +264,7 @@ def score_kernel(
     scale,
     N_BINS: tl.constexpr,
     LOW_BITS: tl.constexpr,
+    FIRST_BIN: tl.constexpr,
     RATIO: tl.constexpr,
     PER_BLOCK: tl.constexpr,
     N_HEADS: tl.constexpr,
@@ -253,133 +308,9 @@ def score_kernel(
     score = tl.sum(tl.reshape(tl.maximum(products, 0.0), (ROWS, HEADS, KEYS)), 1) * scale
     inside = number[None, :] < n_complete[:, None]
     tl.store(scores + row.to(tl.int64)[:, None] * score_stride + number[None, :], score, mask=inside)
-    bin_of = score.to(tl.int32, bitcast=True) >> LOW_BITS
-    counted = inside & (bin_of > 0) & (n_complete > n_select)[:, None]
-    tl.atomic_add(bins + row[:, None] * N_BINS + (N_BINS - 1 - bin_of), 1, mask=counted, sem="relaxed")
-
-
-@triton.jit
-def threshold_bin(bins, n_wanted, N_BINS: tl.constexpr, TILE: tl.constexpr):
-    """The highest bin such that n_wanted blocks lie in it or above, and how many lie above it; zeroes the bins."""
-    i = tl.arange(0, TILE)
-    found = tl.zeros([], tl.int64)  # the bin, and how many lie above it, in one sum
-    seen = 0
-    for t in range(N_BINS // TILE):
-        place = t * TILE + i
-        counts = tl.load(bins + place)
-        tl.store(bins + place, tl.zeros([TILE], tl.int32))
-        running = seen + tl.cumsum(counts, 0)
-        crossing = (running >= n_wanted) & (running - counts < n_wanted)
-        found += tl.sum(tl.where(crossing, ((N_BINS - 1 - place).to(tl.int64) << 32) + (running - counts), 0), 0)
-        seen += tl.sum(counts, 0)
-    chosen = (found >> 32).to(tl.int32)
-    # bin 0 is not counted; it is below all others
-    return chosen, tl.where(chosen > 0, (found & 0xFFFFFFFF).to(tl.int32), seen)
-
-
-@triton.jit
-def n_reaching(lows, n_candidates, least, TILE: tl.constexpr):
-    """How many candidates are at least `least`."""
-    c = tl.arange(0, TILE)
-    count = 0
-    for at in range(0, n_candidates, TILE):
-        low = tl.load(lows + at + c, mask=at + c < n_candidates, other=-1, cache_modifier=".cg")
-        count += tl.sum((low >= least).to(tl.int32), 0)
-    return count
-
-
-@triton.jit(do_not_specialize=["first"])
-def select_kernel(
-    scores,
-    bins,
-    candidates,
-    positions,
-    row_segment,
-    out,
-    first,
-    score_stride,
-    n_select,
-    N_BINS: tl.constexpr,
-    LOW_BITS: tl.constexpr,
-    BIN_TILE: tl.constexpr,
-    RATIO: tl.constexpr,
-    TILE: tl.constexpr,
-    SMALL: tl.constexpr,
-    SELECT: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One row's choice: out int32 [rows, n_select], ascending, then -1.
-
-    candidates int32 [rows, score_stride], a multiple of TILE; what lies behind a row's scores is read and not used.
-    """
-    begin(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    target = out + row * n_select
-    position = tl.load(positions + first + row).to(tl.int32)
-    n = (position + 1) // RATIO
-    if tl.load(row_segment + first + row) < 0:
-        n = 0
-    if n <= n_select:
-        s = tl.arange(0, SELECT)
-        tl.store(target + s, tl.where(s < n, s, -1), mask=s < n_select)
-        return
-    scores += row * score_stride
-    lows = candidates + row * score_stride
-    the_bin, n_above = threshold_bin(bins + row * N_BINS, n_select, N_BINS, BIN_TILE)
-
-    i = tl.arange(0, TILE)
-    n_candidates = 0
-    for at in range(0, n, TILE):
-        value = tl.load(scores + at + i).to(tl.int32, bitcast=True)  # no mask, so that loads are wide
-        is_candidate = ((value >> LOW_BITS) == the_bin) & (at + i < n)
-        count = is_candidate.to(tl.int32)
-        place = n_candidates + tl.cumsum(count, 0) - count
-        tl.store(lows + place, value & ((1 << LOW_BITS) - 1), mask=is_candidate)
-        n_candidates += tl.sum(count, 0)
-    tl.debug_barrier()  # the list is read by other threads than wrote it
-
-    n_wanted = n_select - n_above
-    threshold = 0
-    if n_candidates <= SMALL:
-        c = tl.arange(0, SMALL)
-        low = tl.load(lows + c, mask=c < n_candidates, other=-1, cache_modifier=".cg")
-        for b in range(LOW_BITS):
-            trial = threshold | (1 << (LOW_BITS - 1 - b))
-            threshold = tl.where(tl.sum((low >= trial).to(tl.int32), 0) >= n_wanted, trial, threshold)
-    else:
-        for b in range(LOW_BITS):
-            trial = threshold | (1 << (LOW_BITS - 1 - b))
-            threshold = tl.where(n_reaching(lows, n_candidates, trial, SMALL) >= n_wanted, trial, threshold)
-    n_equal = n_wanted - n_reaching(lows, n_candidates, threshold + 1, SMALL)
-    threshold = (the_bin << LOW_BITS) | threshold
-
-    n_larger = 0
-    n_same = 0
-    for at in range(0, n, TILE):
-        value = tl.where(at + i < n, tl.load(scores + at + i).to(tl.int32, bitcast=True), -1)
-        both = (value > threshold).to(tl.int32) + ((value == threshold).to(tl.int32) << 16)  # two counts in one scan
-        before = tl.cumsum(both, 0) - both
-        larger_before = n_larger + (before & 0xFFFF)
-        same_before = n_same + (before >> 16)
-        chosen = (value > threshold) | ((value == threshold) & (same_before < n_equal))
-        tl.store(target + larger_before + tl.minimum(same_before, n_equal), at + i, mask=chosen)
-        total = tl.sum(both, 0)
-        n_larger += total & 0xFFFF
-        n_same += total >> 16
-
-
-class IndexScratch:
-    """Scores, bins and candidates of `n_rows` rows with at most `n_blocks` blocks; used by one launch at a time."""
-
-    def __init__(self, device: torch.device, *, n_blocks: int, n_rows: int) -> None:
-        n_blocks = triton.cdiv(n_blocks, SELECT_TILE) * SELECT_TILE
-        self.scores = torch.empty((n_rows, n_blocks), dtype=torch.float32, device=device)
-        self.candidates = torch.empty((n_rows, n_blocks), dtype=torch.int32, device=device)
-        self.bins = torch.zeros((n_rows, N_BINS), dtype=torch.int32, device=device)
-
-    @property
-    def nbytes(self) -> int:
-        return self.scores.nbytes + self.candidates.nbytes + self.bins.nbytes
+    count_bins(
+        bins + row[:, None] * N_BINS, score, inside & (n_complete > n_select)[:, None], N_BINS, LOW_BITS, FIRST_BIN
+    )
 
 
 def index_select(q: Tensor, kv: KVLayer, *, rows: Rows, n_select: int, scratch: IndexScratch) -> Tensor:
@@ -387,81 +318,61 @@ def index_select(q: Tensor, kv: KVLayer, *, rows: Rows, n_select: int, scratch: 
 
     The scratch has room for `rows.max_keys` tokens and at least MAX_ROWS rows. Returns int32 [n, n_select].
     """
-    q = q.contiguous()
     n = q.shape[0]
     out = torch.empty((n, n_select), dtype=torch.int32, device=q.device)
     if n == 0:
         return out
-    assert rows.max_keys // kv.indexer[2] <= scratch.scores.shape[1]
-    if n <= MAX_ROWS:
-        assert n <= scratch.scores.shape[0]
-        _select_rows(q, kv, rows, out, scratch, first=0, n=n, together=1)
-        return out
-    step = scratch.scores.shape[0]
-    for span in rows.spans:
-        for first in range(span.first, span.first + span.n, step):
-            n_part = min(step, span.first + span.n - first)
-            _select_rows(q, kv, rows, out, scratch, first=first, n=n_part, together=CHUNK_ROWS)
+    n_blocks = rows.max_keys // kv.indexer[2]
+    n_rows, width = scratch.scores.shape
+    assert n_blocks <= width
+    parts = [(0, n)]
+    if n > MAX_ROWS:
+        ends = [(span.first, span.first + span.n) for span in rows.spans]
+        parts = [(first, min(n_rows, end - first)) for start, end in ends for first in range(start, end, n_rows)]
+    for first, n_part in parts:
+        if n_blocks > n_select:
+            _score(q, kv, rows, scratch, first=first, n=n_part, n_blocks=n_blocks, n_select=n_select)
+        part = out[first : first + n_part]
+        choose(scratch, rows.on_device, out=part, first=first, n=n_part, n_blocks=n_blocks, ratio=kv.indexer[2])
     return out
 
 
-def _select_rows(
-    q: Tensor, kv: KVLayer, rows: Rows, out: Tensor, scratch: IndexScratch, *, first: int, n: int, together: int
+def _score(
+    q: Tensor,
+    kv: KVLayer,
+    rows: Rows,
+    scratch: IndexScratch,
+    *,
+    first: int,
+    n: int,
+    n_blocks: int,
+    n_select: int,
 ) -> None:
-    """Rows first .. first + n - 1; `together` of them (of one span, if above 1) share a tile of scores."""
+    """Scores of rows first .. first + n - 1, which are all of a step's or of one span."""
     pooled, _, ratio = kv.indexer
     _, n_heads, d = q.shape
+    assert n <= scratch.scores.shape[0]
     assert pooled.is_contiguous()
     assert d == triton.next_power_of_2(d) >= 16
-    device, half, n_select = rows.on_device, pooled.dtype == torch.float16, out.shape[1]
-    most = rows.max_keys // ratio
-    heads = triton.next_power_of_2(n_heads)
-    if most > n_select:
-        score_kernel[(triton.cdiv(most, SCORE_KEYS), triton.cdiv(n, together))](
-            q,
-            pooled,
-            device.positions,
-            device.row_segment,
-            device.block_tables,
-            scratch.scores,
-            scratch.bins,
-            first,
-            n,
-            q.stride(0),
-            device.block_tables.stride(0),
-            scratch.scores.stride(0),
-            n_select,
-            d**-0.5,
-            N_BINS=N_BINS,
-            LOW_BITS=LOW_BITS,
-            RATIO=ratio,
-            PER_BLOCK=pooled.shape[1],
-            N_HEADS=n_heads,
-            HEADS=max(heads, 16 // together),
-            ROWS=together,
-            D=d,
-            KEYS=SCORE_KEYS,
-            HALF=half,
-            num_warps=4,
-            **overlap(q.device),
-        )
-    select_kernel[(n,)](
-        scratch.scores,
-        scratch.bins,
-        scratch.candidates,
-        device.positions,
-        device.row_segment,
-        out[first:],
-        first,
-        scratch.scores.stride(0),
-        n_select,
-        N_BINS=N_BINS,
-        LOW_BITS=LOW_BITS,
-        BIN_TILE=BIN_TILE,
-        RATIO=ratio,
-        TILE=SELECT_TILE,
-        SMALL=SMALL_LIST,
-        SELECT=triton.next_power_of_2(n_select),
-        num_warps=SELECT_WARPS,
+    q, device, heads = q.contiguous(), rows.on_device, triton.next_power_of_2(n_heads)
+    pointers = (q, pooled, device.positions, device.row_segment, device.block_tables, scratch.scores, scratch.bins)
+    sizes = (q.stride(0), device.block_tables.stride(0), scratch.scores.stride(0), n_select, d**-0.5)
+    constants = {
+        "N_BINS": N_BINS,
+        "LOW_BITS": LOW_BITS,
+        "FIRST_BIN": FIRST_BIN,
+        "RATIO": ratio,
+        "PER_BLOCK": pooled.shape[1],
+        "N_HEADS": n_heads,
+        "D": d,
+        "KEYS": SCORE_KEYS,
+        "HALF": pooled.dtype == torch.float16,
+        "num_warps": 4,
         **overlap(q.device),
-    )
+    }
+    n_tiles = triton.cdiv(n_blocks, SCORE_KEYS)
+    if q.shape[0] <= MAX_ROWS:
+        row_score_kernel[(n_tiles, n)](*pointers, *sizes, HEADS=max(heads, 8), **constants)
+    else:
+        grid = (n_tiles, triton.cdiv(n, CHUNK_ROWS))
+        score_kernel[grid](*pointers, first, n, *sizes, HEADS=heads, ROWS=CHUNK_ROWS, **constants)

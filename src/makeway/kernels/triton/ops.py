@@ -17,6 +17,7 @@ from makeway.kernels.triton import chunk_linear as chunks
 from makeway.kernels.triton import conv, delta, fused, index, linear, small
 from makeway.kernels.triton.attend import attend, write_kv
 from makeway.kernels.triton.attend_input import attend_input
+from makeway.kernels.triton.choose import IndexScratch
 from makeway.kernels.triton.chunk_delta import DeltaScratch
 from makeway.kernels.triton.gated_delta import gated_delta
 from makeway.kernels.triton.linears import linears
@@ -59,7 +60,7 @@ class TritonOps:
         self._rows = linear.Scratch(device)
         self._chunks: chunks.LinearScratch | None = None
         self._delta: dict[tuple[int, ...], DeltaScratch] = {}
-        self._index: dict[tuple[int, int], index.IndexScratch] = {}
+        self._index: dict[tuple[int, int], IndexScratch] = {}
         self._known: tuple[Tensor, tuple[int, bool], Tensor] | None = None
         self.notes: dict[str, str] = {}
 
@@ -162,7 +163,7 @@ class TritonOps:
         n_rows = linear.MAX_ROWS if q.shape[0] <= linear.MAX_ROWS else INDEX_ROWS
         scratch = self._index.get((n_blocks, n_rows))
         if scratch is None:
-            scratch = index.IndexScratch(self._device, n_blocks=n_blocks, n_rows=n_rows)
+            scratch = IndexScratch(self._device, n_blocks=n_blocks, n_rows=n_rows)
             self._index[n_blocks, n_rows] = scratch
         return index.index_select(q, kv, rows=rows, n_select=n_select, scratch=scratch)
 
