@@ -158,7 +158,8 @@ def main() -> None:
             bound = row["bytes"] / measured["read"] * 1e6
             parts = "".join(f", {key[:-3]} {row[key]:.1f} us" for key in row if key.endswith("_us"))
             print(
-                f"{row['name']:<36} {row['n']}  {row['bytes'] / 1e6:8.2f} MB  bound {bound:7.2f} us  {row['us']:8.2f} us  "
+                f"{row['name']:<36} {row['n']}  {row['bytes'] / 1e6:8.2f} MB  bound {bound:7.2f} us "
+                f"{row['us']:8.2f} us  "
                 f"{bound / row['us'] * 100:5.1f} %  error {row['error']:.0e}{parts}",
                 flush=True,
             )

@@ -51,7 +51,7 @@ def test_several_types_in_one_launch(linears):
 
 @pytest.mark.parametrize("kind", [G.Q4_K, G.Q6_K, G.Q8_0], ids=lambda kind: kind.name)
 def test_a_row_has_the_same_bits_in_any_company(kind, monkeypatch):
-    """Of 4608 columns the sums are shared by a different number of blocks for one row and for eight, and on a GPU of one
+    """Of 4608 columns the sums are shared by other numbers of blocks for one row and for eight, and on a GPU of one
     processor."""
     weight = random_weight(kind, 20, 4608)
     x = torch.randn((8, 4608), generator=torch.Generator().manual_seed(4))

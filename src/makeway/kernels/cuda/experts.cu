@@ -139,13 +139,7 @@ gate_up_kernel(const float* x, i32 x_stride, const u8* arena, const i32* experts
         constexpr bool BY_BLOCK = needs<GATE>(SUMS_BY_BLOCK) || needs<UP>(SUMS_BY_BLOCK);
         activations.template put<BY_PRODUCT, BY_BLOCK>(lane, [&](int i) {
             const float* row = x + chosen(mask, first + i) * x_stride + warp * UK;
-            return [row](int column, float(&v)[4]) {
-                const uint4 four = load16(row + column);
-                v[0] = as_float(four.x);
-                v[1] = as_float(four.y);
-                v[2] = as_float(four.z);
-                v[3] = as_float(four.w);
-            };
+            return [row](int column, float(&v)[4]) { load_four(row + column, v); };
         });
         FromShared gate_view[1], up_view[1];
         lane_view<GATE, UK, 1>(gate_view, activations, lane / 4, lane % 4);

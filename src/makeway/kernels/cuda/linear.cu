@@ -25,11 +25,7 @@ struct Values {
         const float *x, *up;
         float factor;
         DEVICE void operator()(int column, float (&v)[4]) const {
-            const uint4 four = load16(x + column);
-            v[0] = as_float(four.x);
-            v[1] = as_float(four.y);
-            v[2] = as_float(four.z);
-            v[3] = as_float(four.w);
+            load_four(x + column, v);
             if constexpr (PROLOGUE == SILU) {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
@@ -38,10 +34,10 @@ struct Values {
                 }
             }
             if constexpr (PROLOGUE == SWIGLU) {
-                const uint4 other = load16(up + column);
-                const u32 ups[4] = {other.x, other.y, other.z, other.w};
+                float ups[4];
+                load_four(up + column, ups);
 #pragma unroll
-                for (int i = 0; i < 4; i++) v[i] = v[i] * sigmoid_of(v[i]) * as_float(ups[i]) * factor;
+                for (int i = 0; i < 4; i++) v[i] = v[i] * sigmoid_of(v[i]) * ups[i] * factor;
             }
         }
     };

@@ -19,6 +19,14 @@ DEVICE float sigmoid_of(float x) { return 1.0f / (1.0f + exp_of(fminf(-x, 88.0f)
 // Columns of the product as they are stored: part 0 of all rows, then part 1.
 DEVICE int column_of(int part, int row, int n) { return part * n + row; }
 
+DEVICE void load_four(const float* from, float (&v)[4]) {
+    const uint4 four = load16(from);
+    v[0] = as_float(four.x);
+    v[1] = as_float(four.y);
+    v[2] = as_float(four.z);
+    v[3] = as_float(four.w);
+}
+
 // Four values as bf16 (0, 2), (1, 3), and what is left of them.
 DEVICE uint2 pack_four(float (&v)[4]) {
     const uint2 packed = {pack_bf16(v[0], v[2]), pack_bf16(v[1], v[3])};
