@@ -42,13 +42,14 @@ def operands(tile: gemm.Tile, *, both: bool) -> dict[str, str]:
     return {"x": left, "weights": f"tensordesc<bf16[{tile.columns},{tile.depth}]>"}
 
 
-def decode_case(kind: GGMLType, n_cols: int) -> Case:
+def decode_case(kind: GGMLType, n_cols: int, *, stacked: bool = False) -> Case:
     planes = planes_for(kind, n_cols)
     constants = planes.arguments()
     del constants["GROUP"], constants["PARTS"]
     constants |= {
         "ALIGNED": 16,
         "TERMS": planes.parts,
+        "STACKED": stacked,
         "TOGETHER": math.gcd(4, planes.step // planes.width),
         "STEPS": max(1, decode.DECODE_STEPS // planes.step),
         "ROWS": decode.DECODE_ROWS,
@@ -159,6 +160,8 @@ def cases(tiles: gemm.Tiles, *, every: bool) -> Iterator[Case]:
     yield from sort_cases()
     for kind in PLANES:
         yield decode_case(kind, 2560)
+    for kind in (GGMLType.Q8_0, GGMLType.F32):
+        yield decode_case(kind, 2560, stacked=True)
 
 
 def main(*, every: bool) -> None:

@@ -75,7 +75,9 @@ def test_cutting_the_matrix_changes_no_bit(device):
     assert torch.equal(run(x, weight, device, dtype=torch.bfloat16), cut.bfloat16())
 
 
-@pytest.mark.parametrize("kinds", [(GGMLType.Q8_0, GGMLType.Q5_1, GGMLType.Q8_0), (GGMLType.F32, GGMLType.F32)])
+@pytest.mark.parametrize(
+    "kinds", [(GGMLType.Q5_1, GGMLType.Q8_0, GGMLType.Q8_0), (GGMLType.F32, GGMLType.F32, GGMLType.F32)]
+)
 def test_several_matrices_at_once_have_the_bits_of_each_alone(kinds, device):
     weights, x = [random_weight(kind, 40 + 30 * i, 96) for i, kind in enumerate(kinds)], activations(9, 96)
     n_rows = [w.n_rows for w in weights]
@@ -84,7 +86,9 @@ def test_several_matrices_at_once_have_the_bits_of_each_alone(kinds, device):
     there = [Weight(w.raw.to(device), w.type, w.n_cols) for w in weights]
     scratch = LinearScratch.of(room)
     assert together(there, scratch) == [list(range(len(kinds)))]
-    chunk_linears(x.to(device), there, out=out, scratch=scratch)
+    for _ in range(2):  # the second time, tables are there already
+        out.fill_(torch.nan)
+        chunk_linears(x.to(device), there, out=out, scratch=scratch)
     for weight, part in zip(weights, out.cpu().split(n_rows, dim=1), strict=True):
         torch.testing.assert_close(part, run(x, weight, device), rtol=1e-5, atol=1e-5)
 

@@ -5,8 +5,9 @@ beside it, on how many there are, or on the cut.
 Hazard: weights are rounded to bf16, except F16 and F32, which are multiplied as sums of bf16 terms and lose nothing.
 """
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import triton
@@ -15,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from makeway.gguf.types import GGMLType
-from makeway.kernels.triton.decode import QuantMatrix, decode_matrices
+from makeway.kernels.triton.decode import QuantMatrix, decode_matrices, decode_stack
 from makeway.kernels.triton.gemm import Tile, described, multiply, multiply_described, tiles_of
 from makeway.kernels.triton.unpack import PLANES
 from makeway.kernels.weight import Weight
@@ -28,11 +29,14 @@ SWATH = 8  # row tiles that go through the columns together, so that both sides 
 
 @dataclass(frozen=True)
 class LinearScratch:
-    """weights bf16 [values at a time]; origin int64 [1], 0, and one int32 [2], (0, 1): one matrix, to be decoded."""
+    """weights bf16 [values at a time]; origin int64 [1], 0, and one int32 [2], (0, 1): one matrix, to be decoded.
+    stacks: tables of matrices that were decoded together, by their addresses, which stay as long as the model does, and
+    numbers of rows."""
 
     weights: Tensor
     origin: Tensor
     one: Tensor
+    stacks: dict[tuple[tuple[int, int], ...], tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
 
     @staticmethod
     def of(room: Tensor) -> "LinearScratch":
@@ -108,12 +112,29 @@ def chunk_linears(x: Tensor, weights: Sequence[Weight], *, out: Tensor, scratch:
     if n == 0:
         return
     first = 0
-    for weight in weights:
-        matrix = QuantMatrix(weight.type, weight.n_rows, n_cols)
+    for kind, stack in itertools.groupby(weights, key=lambda weight: weight.type):
+        some = list(stack)
         part = scratch.weights[first * n_cols :]
-        _decode(_raw(weight), matrix, part, scratch=scratch, n_terms=n_terms, term_stride=n_rows * n_cols)
-        first += weight.n_rows
+        if len(some) == 1:
+            matrix = QuantMatrix(kind, some[0].n_rows, n_cols)
+            _decode(_raw(some[0]), matrix, part, scratch=scratch, n_terms=n_terms, term_stride=n_rows * n_cols)
+        else:
+            where, rows = _tables(some, scratch)
+            highest = QuantMatrix(kind, max(weight.n_rows for weight in some), n_cols)
+            decode_stack(_raw(some[0]), where, highest, out=part, rows=rows, terms=n_terms, term_stride=n_rows * n_cols)
+        first += sum(weight.n_rows for weight in some)
     _multiply(x, scratch.weights, out, tile=_tile(x, n_rows), n_terms=n_terms, term_rows=n_rows)
+
+
+def _tables(weights: Sequence[Weight], scratch: LinearScratch) -> tuple[Tensor, Tensor]:
+    """For `decode_stack`: where each begins, counted from the first; and its first row behind those before it."""
+    key = tuple((_raw(weight).data_ptr(), weight.n_rows) for weight in weights)
+    if key not in scratch.stacks:
+        device = scratch.weights.device
+        where = torch.tensor([address - key[0][0] for address, _ in key], device=device)
+        rows = [0, *itertools.accumulate(n_rows for _, n_rows in key)]
+        scratch.stacks[key] = where, torch.tensor(rows, dtype=torch.int32, device=device)
+    return scratch.stacks[key]
 
 
 def _decode(

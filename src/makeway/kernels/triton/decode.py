@@ -69,6 +69,37 @@ def decode_matrices(
         term_stride,
         **constants,
         TERMS=terms,
+        STACKED=False,
+    )
+
+
+def decode_stack(
+    room: Tensor,
+    where: Tensor,
+    highest: QuantMatrix,
+    *,
+    out: Tensor,
+    rows: Tensor,
+    terms: int,
+    term_stride: int,
+) -> None:
+    """As `decode_matrices` for matrices of one type and width that have different numbers of rows, `highest` the most:
+    out bf16 [values] gets them one below the other. rows int32 [matrices + 1]: the first row of each in `out`, and the
+    end.
+    """
+    tiles, sizes, constants = _launch(highest)
+    decode_kernel[(*tiles, where.shape[0])](
+        room,
+        where,
+        rows,
+        out,
+        code_table(room.device),
+        *sizes,
+        0,
+        term_stride,
+        **constants,
+        TERMS=terms,
+        STACKED=True,
     )
 
 
@@ -149,16 +180,25 @@ def decode_kernel(
     TOGETHER: tl.constexpr,
     STEPS: tl.constexpr,
     ROWS: tl.constexpr,
+    STACKED: tl.constexpr,
 ):
-    """STEPS steps of ROWS rows of one expert's matrix, as bf16."""
+    """STEPS steps of ROWS rows of one expert's matrix, as bf16. STACKED: `counted` tells which rows of `out` it has."""
     expert = tl.program_id(2)
-    if tl.load(counted + expert) == tl.load(counted + expert + 1):
+    begin = tl.load(counted + expert)
+    end = tl.load(counted + expert + 1)
+    if begin == end:
         return
+    to = expert.to(tl.int64) * out_stride
+    if STACKED:
+        n_rows = end - begin
+        to = begin.to(tl.int64) * n_cols
+        if tl.program_id(0) * ROWS >= n_rows:
+            return
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     start = tl.multiple_of(tl.load(where + expert) + inside, ALIGNED)
     source = room + start + tl.minimum(rows, n_rows - 1) * row_bytes
     columns = tl.arange(0, WIDTH * TOGETHER)[None, :]
-    target = out + expert.to(tl.int64) * out_stride + rows * n_cols + columns
+    target = out + to + rows * n_cols + columns
     for i in range(STEPS):
         step = tl.program_id(1) * STEPS + i
         planes = UNPACK(source, tl.minimum(step, n_steps - 1), table)
