@@ -17,7 +17,7 @@ from tests.kernels.triton.compile_kernels import compiled
 
 Case = tuple[str, Any, dict[str, Any], dict[str, str]]
 
-INTS = "row_segment block_tables blocks selected first_row n_rows places n_replay bins numbers counts arrived"
+INTS = "row_segment block_tables blocks selected first_row n_rows places n_replay bins numbers arrived"
 FLOATS = (
     "x y q k v gate up keys values gamma raw ring logits weights sums kernel tail kept state decay beta kept_k kept_v"
     " kept_gates a dt_bias gates_out h inject added new_h key value norm_key norm_query norm_conv gated normed"
@@ -71,12 +71,11 @@ def indexer() -> Iterator[Case]:
     constants = {
         **bins,
         "TILE": choose.SELECT_TILE,
-        "TILES": choose.LEAST_TILES,
         "PART": choose.LIST_PART,
         "SELECT": 512,
         "num_warps": choose.SELECT_WARPS,
     }
-    yield "select", choose.select_kernel, constants, {**TYPES, "out": "*i32"}
+    yield "select", choose.select_kernel, constants, {**TYPES, "out": "*i32", "counts": "*i16"}
 
 
 def recurrent() -> Iterator[Case]:

@@ -8,8 +8,8 @@ counts and arrivals in the scratch must be zero before, and are after.
 A score's *bin* is its exponent and the first bits of its mantissa, as a number from FIRST_BIN on; scores below all bins
 or above them lie in the first or last. The floor is the least score of the bin in which the last chosen block lies.
 Every program lists, in ascending order, the blocks of its tile that reach the floor. The last of a row's programs to
-come to its end sees all lists: it narrows the range of the last chosen score down to one value, the threshold; among
-blocks equal to it the lower ones are chosen.
+come to its end sees all lists: it narrows the range in which the last chosen score lies until as many blocks as wanted
+reach it, or until it is one value; among blocks with this value the lower ones are chosen.
 """
 
 import torch
@@ -24,10 +24,9 @@ from makeway.kernels.triton.linear import arrived_last
 LOW_BITS = 17  # of a score behind its bin's, which tell the exponent and six bits of the mantissa
 N_BINS = 2048  # 32 exponents
 FIRST_BIN = (127 - 16) << (23 - LOW_BITS)  # scores below 2^-16 lie in bin 0
-SELECT_TILE = 2048  # scores of a program
+SELECT_TILE = 2048  # scores of a program; below 2^16
 SELECT_WARPS = 4  # few: each thread adds up what all warps found, in every scan
 LIST_PART = 1024  # places for listed blocks, of which the last stays empty, that are looked at together
-LEAST_TILES = 32  # a row's tiles; longer contexts than this allows (262,144 tokens of four a block) have another kernel
 
 
 @triton.jit
@@ -38,15 +37,19 @@ def bin_place(score, LOW_BITS: tl.constexpr, FIRST_BIN: tl.constexpr, N_BINS: tl
 
 
 @triton.jit
-def scattered(numbers, first, total, ends, gaps, several, PART: tl.constexpr):
-    """Entries first .. first + PART - 2 of the tiles' lists, one behind the other: their blocks, 0 behind the last.
-    ends [tiles]: where a tile's entries end; gaps: what its list leaves empty; several: whether there are such."""
+def scattered(numbers, counts, first, n_tiles, TILE: tl.constexpr, PART: tl.constexpr):
+    """Entries first .. first + PART - 2 of the tiles' lists, one behind the other: their blocks, 0 behind the last; and
+    how many entries there are in all."""
     k = tl.arange(0, PART)
-    inside = (k < PART - 1) & (first + k < total)
     at = first + k
-    if several:
-        at += tl.sum(tl.where((first + k)[None, :] >= ends[:, None], gaps[:, None], 0), 0)
-    return tl.load(numbers + at, mask=inside, other=0, cache_modifier=".cg")
+    total = 0
+    for t in range(0, n_tiles, 4):
+        four = tl.load((counts + t).to(tl.pointer_type(tl.int64)))
+        for u in tl.static_range(4):
+            count = tl.where(t + u < n_tiles, (four >> (16 * u)).to(tl.int32) & 0xFFFF, 0)
+            total += count
+            at += tl.where(first + k >= total, TILE - count, 0)
+    return tl.load(numbers + at, mask=(k < PART - 1) & (first + k < total), other=0, cache_modifier=".cg"), total
 
 
 @triton.jit
@@ -76,9 +79,17 @@ def n_reaching(bits, least, step):
 
 
 @triton.jit
-def larger_and_same(bits, threshold):
-    """Whether larger than the threshold, and whether equal to it, as two counts in one number."""
-    return (bits > threshold).to(tl.int32) + ((bits == threshold).to(tl.int32) << 16)
+def write_chosen(out, number, bits, threshold, n_equal, n_larger, n_same):
+    """Blocks above the threshold, and those equal to it while fewer than n_equal are, behind n_larger and n_same that
+    came before. Returns both with these."""
+    both = (bits > threshold).to(tl.int32) + ((bits == threshold).to(tl.int32) << 16)  # two counts in one scan
+    before = tl.cumsum(both, 0) - both
+    larger_before = n_larger + (before & 0xFFFF)
+    same_before = n_same + (before >> 16)
+    chosen = (bits > threshold) | ((bits == threshold) & (same_before < n_equal))
+    tl.store(out + larger_before + tl.minimum(same_before, n_equal), number, mask=chosen)
+    total = tl.sum(both, 0)
+    return n_larger + (total & 0xFFFF), n_same + (total >> 16)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -93,13 +104,13 @@ def select_kernel(
     out,
     first,
     score_stride,
+    count_stride,
     n_select,
     N_BINS: tl.constexpr,
     LOW_BITS: tl.constexpr,
     FIRST_BIN: tl.constexpr,
     RATIO: tl.constexpr,
     TILE: tl.constexpr,
-    TILES: tl.constexpr,
     PART: tl.constexpr,
     SELECT: tl.constexpr,
     PDL: tl.constexpr,
@@ -107,17 +118,27 @@ def select_kernel(
     """One tile of one row's scores; the last of the row's programs writes its choice: out int32 [rows, n_select],
     ascending, then -1.
 
-    numbers int32 [rows, score_stride], a multiple of TILE: the tiles' lists; counts int32 [rows, TILES]: their lengths.
-    What lies behind a row's scores is read and not used.
+    numbers int32 [rows, score_stride], a multiple of TILE: the tiles' lists; counts int16 [rows, count_stride], a
+    multiple of 4: their lengths. What lies behind a row's scores and counts is read and not used.
     """
     begin(PDL)
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     out += row * n_select
+    scores += row * score_stride
+    numbers += row * score_stride
+    bins += row * N_BINS
+    counts += row * count_stride
+    # All that is read at first is on its way before anything waits for it: the compiler moves loads behind a branch,
+    # but not behind a barrier. No masks, so that loads are wide.
+    segment = tl.load(row_segment + first + row)
     position = tl.load(positions + first + row).to(tl.int32)
-    n = (position + 1) // RATIO
-    if tl.load(row_segment + first + row) < 0:
-        n = 0
+    i = tile * TILE + tl.arange(0, TILE)
+    bits = tl.load(scores + i).to(tl.int32, bitcast=True)
+    b = tl.arange(0, N_BINS)
+    in_bins = tl.load(bins + b)
+    tl.debug_barrier()
+    n = tl.where(segment < 0, 0, (position + 1) // RATIO)
     if n <= n_select:
         s = tl.arange(0, SELECT)
         tl.store(out + s, tl.where(s < n, s, -1), mask=s < tl.where(tile == 0, n_select, 0))
@@ -125,22 +146,15 @@ def select_kernel(
     n_tiles = tl.cdiv(n, TILE)
     if tile >= n_tiles:
         return
-    scores += row * score_stride
-    numbers += row * score_stride
-    bins += row * N_BINS
-    counts += row * TILES
 
-    i = tile * TILE + tl.arange(0, TILE)
-    bits = tl.load(scores + i).to(tl.int32, bitcast=True)  # no mask, so that loads are wide
-    b = tl.arange(0, N_BINS)
-    running = tl.cumsum(tl.load(bins + b), 0)
+    running = tl.cumsum(in_bins, 0)
     # bin 0 is not counted; all blocks lie in it or above
     the_bin = N_BINS - 1 - tl.min(tl.where(running >= n_select, b, N_BINS - 1), 0)
     floor = tl.where(the_bin > 0, (the_bin + FIRST_BIN) << LOW_BITS, 0)
     reaches = ((bits >= floor) & (i < n)).to(tl.int32)
     place = tl.cumsum(reaches, 0) - reaches
     tl.store(numbers + tile * TILE + place, i, mask=reaches > 0)
-    tl.store(counts + tile, tl.sum(reaches, 0))
+    tl.store(counts + tile, tl.sum(reaches, 0).to(tl.int16))
     if n_tiles > 1:
         if not arrived_last(arrived + row, n_tiles):
             return
@@ -148,27 +162,25 @@ def select_kernel(
         tl.debug_barrier()  # the list is read by other threads than wrote it
     tl.store(bins + b, tl.zeros([N_BINS], tl.int32))
 
-    t = tl.arange(0, TILES)
-    count = tl.load(counts + t, mask=t < n_tiles, other=0, cache_modifier=".cg")
-    ends = tl.cumsum(count, 0)
-    gaps = TILE - count
-    total = tl.sum(count, 0)
-    number = scattered(numbers, 0, total, ends, gaps, n_tiles > 1, PART)
+    number, total = scattered(numbers, counts, 0, n_tiles, TILE, PART)
     bits = bits_of(scores, number, 0, total, PART)
 
-    # At least n_select blocks have a score of `low` or more, and fewer have one above `high`.
-    ceiling = tl.where(the_bin < N_BINS - 1, (the_bin + 1 + FIRST_BIN) << LOW_BITS, 0x7FFFFFFF)
+    # n_low blocks have a score of `low` or more, at least n_select; fewer have one above `high`
     low = floor
-    high = tl.max(tl.where(bits < ceiling, bits, floor), 0)
-    k = tl.arange(0, PART)
-    for at in range(PART - 1, total, PART - 1):  # the rare rest: behind what it lists no other is read any more
-        more = scattered(numbers, at, total, ends, gaps, n_tiles > 1, PART)
-        tl.debug_barrier()
-        tl.store(numbers + at + k, more, mask=(k < PART - 1) & (at + k < total))
-        tl.debug_barrier()
-        others = bits_of(scores, more, at, total, PART)
-        high = tl.maximum(high, tl.max(tl.where(others < ceiling, others, floor), 0))
-    while low < high:
+    high = tl.where(the_bin < N_BINS - 1, (the_bin + 1 + FIRST_BIN) << LOW_BITS, 0x7FFFFFFF) - 1
+    n_low = total
+    if total >= PART:  # rare: then rounds are dear, and often all scores of the bin are equal
+        k = tl.arange(0, PART)
+        best = tl.max(tl.where(bits <= high, bits, floor), 0)
+        for at in range(PART - 1, total, PART - 1):
+            number_here, _ = scattered(numbers, counts, at, n_tiles, TILE, PART)
+            tl.debug_barrier()  # now nothing is read any more from where these will lie without gaps
+            tl.store(numbers + at + k, number_here, mask=(k < PART - 1) & (at + k < total))
+            tl.debug_barrier()
+            others = bits_of(scores, number_here, at, total, PART)
+            best = tl.maximum(best, tl.max(tl.where(others <= high, others, floor), 0))
+        high = best
+    while (low < high) & (n_low > n_select):
         step = (high - low) // 4 + 1
         three = n_reaching(bits, low, step)
         n1 = three & 1023
@@ -181,28 +193,22 @@ def select_kernel(
             n2 += (three >> 10) & 1023
             n3 += three >> 20
         passed = (n1 >= n_select).to(tl.int32) + (n2 >= n_select).to(tl.int32) + (n3 >= n_select).to(tl.int32)
+        n_low = tl.where(passed == 0, n_low, tl.where(passed == 1, n1, tl.where(passed == 2, n2, n3)))
         low += passed * step
         high = tl.minimum(high, low + step - 1)
-    threshold = low
 
-    n_equal = n_select - tl.sum((bits > threshold).to(tl.int32), 0)
+    threshold = low - 1
+    n_equal = 0
+    if n_low > n_select:  # more than there is room for have the last chosen one's score
+        threshold = low
+        n_equal = n_select - tl.sum((bits > threshold).to(tl.int32), 0)
+        for at in range(PART - 1, total, PART - 1):
+            _, others = more_bits(scores, numbers, at, total, PART)
+            n_equal -= tl.sum((others > threshold).to(tl.int32), 0)
+    n_larger, n_same = write_chosen(out, number, bits, threshold, n_equal, 0, 0)
     for at in range(PART - 1, total, PART - 1):
-        _, others = more_bits(scores, numbers, at, total, PART)
-        n_equal -= tl.sum((others > threshold).to(tl.int32), 0)
-    n_larger = 0
-    n_same = 0
-    for at in range(0, total, PART - 1):
-        if at > 0:
-            number, bits = more_bits(scores, numbers, at, total, PART)
-        both = larger_and_same(bits, threshold)
-        before = tl.cumsum(both, 0) - both
-        larger_before = n_larger + (before & 0xFFFF)
-        same_before = n_same + (before >> 16)
-        chosen = (bits > threshold) | ((bits == threshold) & (same_before < n_equal))
-        tl.store(out + larger_before + tl.minimum(same_before, n_equal), number, mask=chosen)
-        sums = tl.sum(both, 0)
-        n_larger += sums & 0xFFFF
-        n_same += sums >> 16
+        number, bits = more_bits(scores, numbers, at, total, PART)
+        n_larger, n_same = write_chosen(out, number, bits, threshold, n_equal, n_larger, n_same)
 
 
 class IndexScratch:
@@ -216,7 +222,7 @@ class IndexScratch:
 
         self.scores = torch.empty((n_rows, n_tiles * SELECT_TILE), dtype=torch.float32, device=device)
         self.numbers = torch.empty((n_rows, n_tiles * SELECT_TILE), dtype=torch.int32, device=device)
-        self.counts = zeros(n_rows, max(LEAST_TILES, triton.next_power_of_2(n_tiles)))
+        self.counts = torch.zeros((n_rows, triton.cdiv(n_tiles, 16) * 16), dtype=torch.int16, device=device)
         self.bins = zeros(n_rows, N_BINS)
         self.arrived = zeros(n_rows)
 
@@ -244,13 +250,13 @@ def choose(
         out,
         first,
         scratch.scores.stride(0),
+        scratch.counts.stride(0),
         n_select,
         N_BINS=N_BINS,
         LOW_BITS=LOW_BITS,
         FIRST_BIN=FIRST_BIN,
         RATIO=ratio,
         TILE=SELECT_TILE,
-        TILES=scratch.counts.shape[1],
         PART=LIST_PART,
         SELECT=triton.next_power_of_2(n_select),
         num_warps=SELECT_WARPS,
