@@ -241,15 +241,18 @@ class DepthChooser:
             for place, chance in enumerate(wish.chances)
         ]
         drafts.sort()
-        tokens, passes, best = float(n), 0, 0
+        best: list[tuple[float, int, int, Source]] = []
         best_rate = n / costs.ratio(n) * PROFIT
-        for m, (chance, place, _, source) in enumerate(drafts[:free], start=1):
-            tokens -= chance
-            passes = max(passes, place if source == "mtp" else 0)
-            rate = tokens / (costs.ratio(n + m, least=n) + passes * costs.per_pass)
-            if rate > best_rate:
-                best, best_rate = m, rate
+        # a pass serves all sequences, so a draft of a lesser chance may be worth more than one that takes another pass
+        for passes in sorted({place if source == "mtp" else 0 for _, place, _, source in drafts}):
+            within = [draft for draft in drafts if draft[3] != "mtp" or draft[1] <= passes][:free]
+            tokens = float(n)
+            for m, draft in enumerate(within, start=1):
+                tokens -= draft[0]
+                rate = tokens / (costs.ratio(n + m, least=n) + passes * costs.per_pass)
+                if rate > best_rate:
+                    best, best_rate = within[:m], rate
         depths = [0] * n
-        for _, place, i, _ in drafts[:best]:
-            depths[i] = place
+        for _, place, i, _ in best:
+            depths[i] = max(depths[i], place)
         return depths
