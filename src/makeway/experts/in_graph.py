@@ -119,8 +119,8 @@ class DeviceExperts:
     the passes of one layer together report at most `most_rows` rows."""
 
     def __init__(self, cache: ExpertCache, *, arena: Tensor, most_rows: int, programs: Programs | None = None) -> None:
-        """`arena` u8: all of it; slots and transient region lie where the plan puts them. `programs`: kernels in CUDA C++
-        for the layers they can run; else, and without, Triton's."""
+        """`arena` u8: all of it; slots and transient region lie where the plan puts them. `programs`: kernels in CUDA
+        C++ for the layers they can run; else, and without, Triton's."""
         top_k = max(layer.top_k for layer in cache.plan.layers)
         self._cache, self._arena, self._top_k = cache, arena, top_k
         most_rows = 1 << (most_rows - 1).bit_length()  # captured passes are padded

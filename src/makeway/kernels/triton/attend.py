@@ -268,7 +268,7 @@ def combine_kernel(
 
 
 def row_keys(d: int, half: bool) -> int:
-    """Keys of a tile of a step's attention: what fits a multiprocessor's memory, for all of them are on their way at once."""
+    """Keys of a tile of a step's attention: what fits a multiprocessor's memory, for all are on their way at once."""
     return 16 if not half else 128 if d <= 128 else 64
 
 
