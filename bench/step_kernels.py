@@ -154,13 +154,13 @@ def sparse(n: int, position: int, *, chunk: bool = False) -> Case:
     )
 
 
-def choice(n: int, position: int, *, context: int, chunk: bool = False) -> Case:
-    """Scores and the best 512 blocks."""
+def choice(n: int, position: int, *, context: int, n_rows: int = 8) -> Case:
+    """Scores and the best 512 blocks; n_rows rows at a time, of a chunk if there are more than eight."""
+    chunk = n > 8
     rows = told(n, position, context=context, one=chunk)
     sequences = 1 if chunk else n
     kvs = pools(context, 1, 16, sequences=sequences, index_dim=128)
     q = torch.randn(n, 4, 128, device=DEVICE)
-    n_rows = 64 if chunk else 8
     scratch = choose.IndexScratch(DEVICE, n_blocks=1 << (context // 4).bit_length(), n_rows=n_rows)
 
     def launch(kv: KVLayer) -> torch.Tensor:
@@ -388,7 +388,11 @@ def cases(sweep: bool) -> dict[str, tuple[Callable[[], Case], object, dict[str, 
     for position in (8191, 32767, 131071, 261887):
         add(f"choice of blocks, {position + 1} tokens, 1 row", lambda p=position: choice(1, p, context=261888))
     add("choice of blocks, 131072 tokens, 4 rows", lambda: choice(4, 131071, context=261888))
-    add("choice of blocks, 131072 tokens, a chunk of 512", lambda: choice(512, 131071, context=131072, chunk=True))
+    for n_rows in (64, 256):
+        add(
+            f"choice of blocks, 131072 tokens, a chunk of 512 by {n_rows}",
+            lambda n_rows=n_rows: choice(512, 131071, context=131072, n_rows=n_rows),
+        )
     for name, make in small_ones(1):
         add(f"{name}, 1 row", make)
     if not sweep:

@@ -63,7 +63,7 @@ def bits_of(scores, number, first, total, PART: tl.constexpr):
 
 @triton.jit
 def more_bits(scores, numbers, first, total, PART: tl.constexpr):
-    """The same of a list without gaps: blocks and bits."""
+    """Entries first .. first + PART - 2 of a list without gaps: blocks, and their scores' bits."""
     k = tl.arange(0, PART)
     number = tl.load(numbers + first + k, mask=first + k < total, other=0, cache_modifier=".cg")
     return number, bits_of(scores, number, first, total, PART)
@@ -238,6 +238,7 @@ def choose(
     [n, n_select], as `kernels/reference_attention.py:best_blocks` gives them; no row has more than n_blocks."""
     n_select = out.shape[1]
     assert out.is_contiguous()
+    assert n_blocks <= scratch.scores.shape[1]
     n_tiles = triton.cdiv(n_blocks, SELECT_TILE) if n_blocks > n_select else 1
     select_kernel[(n_tiles, n)](
         scratch.scores,
