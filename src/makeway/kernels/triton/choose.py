@@ -81,15 +81,14 @@ def n_reaching(bits, least, step):
 @triton.jit
 def write_chosen(out, number, bits, threshold, n_equal, n_larger, n_same):
     """Blocks above the threshold, and those equal to it while fewer than n_equal are, behind n_larger and n_same that
-    came before. Returns both with these."""
+    came before. Returns which are: 1 above, 2^16 equal."""
     both = (bits > threshold).to(tl.int32) + ((bits == threshold).to(tl.int32) << 16)  # two counts in one scan
     before = tl.cumsum(both, 0) - both
     larger_before = n_larger + (before & 0xFFFF)
     same_before = n_same + (before >> 16)
     chosen = (bits > threshold) | ((bits == threshold) & (same_before < n_equal))
     tl.store(out + larger_before + tl.minimum(same_before, n_equal), number, mask=chosen)
-    total = tl.sum(both, 0)
-    return n_larger + (total & 0xFFFF), n_same + (total >> 16)
+    return both
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -205,10 +204,15 @@ def select_kernel(
         for at in range(PART - 1, total, PART - 1):
             _, others = more_bits(scores, numbers, at, total, PART)
             n_equal -= tl.sum((others > threshold).to(tl.int32), 0)
-    n_larger, n_same = write_chosen(out, number, bits, threshold, n_equal, 0, 0)
+    n_larger = 0
+    n_same = 0
+    both = write_chosen(out, number, bits, threshold, n_equal, n_larger, n_same)
     for at in range(PART - 1, total, PART - 1):
+        sums = tl.sum(both, 0)
+        n_larger += sums & 0xFFFF
+        n_same += sums >> 16
         number, bits = more_bits(scores, numbers, at, total, PART)
-        n_larger, n_same = write_chosen(out, number, bits, threshold, n_equal, n_larger, n_same)
+        both = write_chosen(out, number, bits, threshold, n_equal, n_larger, n_same)
 
 
 class IndexScratch:
