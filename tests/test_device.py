@@ -81,6 +81,14 @@ def test_parts_land_where_they_belong(kind):
     assert (made.n_copies, made.link_bytes) == (3, 24)
 
 
+@pytest.mark.parametrize("kind", CPUS)
+def test_parts_move_inside_memory(kind):
+    made, (_, memory) = kind(), pair()
+    made.move_parts(memory, to=np.array([0, 16]), of=np.array([40, 32]), n_bytes=np.array([8, 4]))
+    assert memory[:24].tolist() == [*range(40, 48), *range(8, 16), *range(32, 36), *range(20, 24)]
+    assert made.n_copies == made.link_bytes == 0, "nothing crosses the link"
+
+
 def test_parts_side_by_side_are_one_copy():
     to, of = np.array([0, 8, 16, 24, 40, 48]), np.array([80, 88, 96, 112, 120, 128])
     assert runs(to, of, 8) == [(0, 80, 24), (24, 112, 8), (40, 120, 16)]

@@ -137,6 +137,14 @@ def _host_to_device() -> Any:
     return copy
 
 
+@cache
+def _inside_device() -> Any:
+    """The driver's copy from device memory to device memory."""
+    copy = ctypes.CDLL("libcuda.so.1").cuMemcpyDtoDAsync_v2
+    copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+    return copy
+
+
 def _interleave(address: int, n_bytes: int, *, nodes: list[int]) -> str:
     """Spread pages that nobody has touched over NUMA nodes, where there are several; says in words what happened."""
     if len(nodes) < 2:
@@ -226,6 +234,10 @@ class Device(Protocol):
         """Ask for several copies of `n_bytes` each, from the bytes `of` of the source to those `to` of the target."""
         ...
 
+    def move_parts(self, memory: Tensor, *, to: Ints, of: Ints, n_bytes: Ints) -> None:
+        """Copies inside device memory, u8, in the order of the computation; what one reads, no other writes."""
+        ...
+
     def record_copies(self) -> Event:
         """Done when all copies asked for so far are."""
         ...
@@ -294,6 +306,10 @@ class CpuDevice:
     def copy_parts(self, target: Tensor, source: Tensor, *, to: Ints, of: Ints, n_bytes: int) -> None:
         for t, s in zip(to.tolist(), of.tolist(), strict=True):
             self.copy(target[t : t + n_bytes], source[s : s + n_bytes])
+
+    def move_parts(self, memory: Tensor, *, to: Ints, of: Ints, n_bytes: Ints) -> None:
+        for t, s, n in zip(to.tolist(), of.tolist(), n_bytes.tolist(), strict=True):
+            memory[t : t + n].copy_(memory[s : s + n])
 
     def _count(self, target: Tensor, source: Tensor) -> None:
         assert target.dtype == source.dtype == torch.uint8
@@ -392,6 +408,20 @@ class CudaDevice:
                 raise EngineFailed(f"{self.name}: CUDA refuses to copy {size} bytes over the link (error {code})")
         self.n_copies += int(to.size)
         self.link_bytes += n_bytes * int(to.size)
+
+    def move_parts(self, memory: Tensor, *, to: Ints, of: Ints, n_bytes: Ints) -> None:
+        """Raises EngineFailed when CUDA refuses."""
+        if not to.size:
+            return
+        assert memory.dtype == torch.uint8
+        assert memory.is_contiguous()
+        assert int((np.maximum(to, of) + n_bytes).max()) <= memory.numel()
+        move, base = _inside_device(), memory.data_ptr()
+        stream = torch.cuda.current_stream(self.torch_device).cuda_stream
+        for t, s, n in zip(to.tolist(), of.tolist(), n_bytes.tolist(), strict=True):
+            code = move(base + t, base + s, n, stream)
+            if code != 0:
+                raise EngineFailed(f"{self.name}: CUDA refuses to copy {n} bytes of its memory (error {code})")
 
     def record_copies(self) -> Event:
         return _CudaEvent(self._copy_stream)

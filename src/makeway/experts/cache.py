@@ -126,8 +126,11 @@ class ExpertCache:
         before = table.is_published()
         moves = table.moves_before_lending(n_kept, self.policy.heat())
         table.unpublish_targets(moves)
-        for layer, source, target in zip(moves.layers, moves.sources, moves.targets, strict=True):
-            self.slot_bytes(int(layer), int(target)).copy_(self.slot_bytes(int(layer), int(source)))
+        plan, layers = self.plan.decode, moves.layers.astype(np.int64)
+        at = np.array(plan.layer_offsets, dtype=np.int64)[layers]
+        to, of = (at + slots.astype(np.int64) * plan.rank_bytes for slots in (moves.targets, moves.sources))
+        n_bytes = np.array([layer.expert_bytes for layer in self.plan.layers], dtype=np.int64)[layers]
+        self.device.move_parts(self._slots.tensor, to=to, of=of, n_bytes=n_bytes)
         table.publish(moves.layers, moves.targets)
         table.lend(n_kept)
         return np.argwhere(before & ~table.is_published())
