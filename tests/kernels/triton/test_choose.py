@@ -109,6 +109,18 @@ def test_more_reach_the_floor_than_are_looked_at_together(monkeypatch, device):
     check(scores, torch.tensor([1199, 1199]), 90, device)
 
 
+def test_a_padding_row_chooses_nothing_wherever_it_stands(monkeypatch, device):
+    tiles(monkeypatch, 64, 64)
+    scratch = IndexScratch(device, n_blocks=N_BLOCKS, n_rows=1)
+    scratch.scores.fill_(torch.nan)
+    none = torch.zeros(1, dtype=torch.int32, device=device)
+    rows = DeviceRows(torch.tensor([1199], device=device), none - 1, none, none, none, none, none[None])
+    out = torch.full((1, 20), -7, dtype=torch.int32, device=device)
+    choose(scratch, rows, out=out, first=0, n=1, n_blocks=N_BLOCKS, ratio=4)
+    assert (out == -1).all()
+    assert not scratch.arrived.any()
+
+
 def test_all_chosen_lie_in_one_tile(monkeypatch, device):
     tiles(monkeypatch, 64, 64)
     scores = torch.rand((2, N_BLOCKS), generator=torch.Generator().manual_seed(1))

@@ -368,11 +368,10 @@ def _score(
         "KEYS": SCORE_KEYS,
         "HALF": pooled.dtype == torch.float16,
         "num_warps": 4,
-        **overlap(q.device),
     }
     n_tiles = triton.cdiv(n_blocks, SCORE_KEYS)
     if q.shape[0] <= MAX_ROWS:
-        row_score_kernel[(n_tiles, n)](*pointers, *sizes, HEADS=max(heads, 8), **constants)
+        row_score_kernel[(n_tiles, n)](*pointers, *sizes, HEADS=max(heads, 8), **constants, **overlap(q.device))
     else:
-        grid = (n_tiles, triton.cdiv(n, CHUNK_ROWS))
-        score_kernel[grid](*pointers, first, n, *sizes, HEADS=heads, ROWS=CHUNK_ROWS, **constants)
+        grid, tile = (n_tiles, triton.cdiv(n, CHUNK_ROWS)), {"HEADS": heads, "ROWS": CHUNK_ROWS}
+        score_kernel[grid](*pointers, first, n, *sizes, **tile, **constants, **overlap(q.device))
