@@ -3,7 +3,8 @@
 #
 #   bench/gpu_session.sh [--within SECONDS] [--python PYTHON] [STEP ...]      all steps when none is named
 #
-# Steps: link, then decode, prefill, handover and picture of flash48 (Flash-Next, 48 layers, 24 GiB, 262,144 tokens of
+# Steps: tests (kernels' tests that need a GPU), check (the engine's promises), kernels and step-kernels (each kernel beside
+# its bound); link, then decode, prefill, handover and picture of flash48 (Flash-Next, 48 layers, 24 GiB, 262,144 tokens of
 # context), flash24 and 30b (as llama.cpp was measured: 9 and 10 GiB of slots, router rows scaled by rank^-0.4),
 # launches of flash48 (kernels of a step), and prefill and decode of bf16 (the 30B with 16 layers, bf16 experts, 63 % of them in slots).
 # A step that fails or runs out of time (it then writes what it has) does not stop the others; the exit status is the
@@ -23,13 +24,13 @@ while [ $# -gt 0 ]; do
     esac
 done
 if [ ${#steps[@]} -eq 0 ]; then
-    steps=(link decode-flash48 prefill-flash48 decode-flash24 prefill-flash24 decode-30b prefill-30b handover-flash48
+    steps=(tests check kernels step-kernels link decode-flash48 prefill-flash48 decode-flash24 prefill-flash24 decode-30b prefill-30b handover-flash48
         picture-flash48 launches-flash48 prefill-bf16 decode-bf16)
 fi
 results=bench/results
 if [ -n "${OUT:-}" ]; then results=$(mktemp -d); fi
 mkdir -p "$results"
-export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="src:.${PYTHONPATH:+:$PYTHONPATH}"
 if ! "$python" -c 'import triton, makeway.cli'; then
     echo "packages are missing (above); install makeway[gpu] or put them on PYTHONPATH" >&2
     exit 2
@@ -45,9 +46,13 @@ flash24_slots=(--vram 24GiB --slots 131) flash24_budget=(--vram 13795MiB)
 a30b_slots=(--vram 24GiB --slots 81) a30b_budget=(--vram 16401MiB)
 bf16_slots=(--vram 24GiB --slots 81) bf16_budget=(--vram 15879MiB)
 
-# limit in seconds, then the arguments of `makeway bench`; empty for a step that does not exist
+# limit in seconds, then Python's arguments (-m or a file) or those of `makeway bench`; empty for a step that does not exist
 arguments() {
     case "$1" in
+    tests) echo 120 -m pytest -q -m "not slow" tests/kernels/{cuda,triton}/test_launch.py tests/kernels/triton/test_{attend,choose,index}.py ;;
+    check) echo 150 bench/gpu_check.py ;;
+    kernels) echo 60 -m bench.cuda_kernels ;;
+    step-kernels) echo 120 -m bench.step_kernels ;;
     link) echo 45 link ;;
     decode-flash48) echo 110 decode "${flash48[@]}" --rows 1,4,8 --contexts 256,8192,119000 --steps 16 ;;
     decode-flash24) echo 80 decode "${flash24[@]}" "${flash24_slots[@]}" --rows 1,4 --contexts 256,8192 --steps 16 ;;
@@ -80,16 +85,19 @@ for step in "${steps[@]}"; do
         failed=$((failed + 1))
         continue
     fi
-    command=(bench "${words[@]:1}" --results "$results")
-    if [ "$step" != link ]; then
-        rates=$(ls -t "$results"/link-*.json bench/results/link-*.json 2>/dev/null | head -n 1)
-        if [ -n "$rates" ]; then command+=(--rates "$rates"); fi
-        command+=(--allow-reference) # shown, and named as such, rather than lost
+    command=("${words[@]:1}")
+    if [[ ${command[0]} != -* && ${command[0]} != *.py ]]; then
+        command=(-c 'from makeway.cli import main; main()' bench "${command[@]}" --results "$results")
+        if [ "$step" != link ]; then
+            rates=$(ls -t "$results"/link-*.json bench/results/link-*.json 2>/dev/null | head -n 1)
+            if [ -n "$rates" ]; then command+=(--rates "$rates"); fi
+            command+=(--allow-reference) # shown, and named as such, rather than lost
+        fi
     fi
     began=$SECONDS
-    echo "== $step: makeway ${command[*]}"
-    timeout --signal=INT --kill-after=30 $((limit < left ? limit : left)) \
-        "$python" -c 'from makeway.cli import main; main()' "${command[@]}" 2>&1 | tee -a "$results/session.log" | cut -c 1-400
+    echo "== $step: ${command[*]}"
+    timeout --signal=INT --kill-after=30 $((limit < left ? limit : left)) "$python" "${command[@]}" 2>&1 |
+        tee -a "$results/session.log" | cut -c 1-400
     status=${PIPESTATUS[0]}
     echo "== $step: status $status after $((SECONDS - began)) s"
     if [ "$status" -ne 0 ]; then failed=$((failed + 1)); fi
