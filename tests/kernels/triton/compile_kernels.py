@@ -70,6 +70,7 @@ def waits_first(ptx: str) -> bool:
 def compiled(kernel: Any, constants: dict[str, Any], *, arch: int, types: dict[str, str] | None = None) -> Any:
     """The kernel for one specialisation, sizes and strides being multiples of 16; options stand among the constants.
     Where it may begin before the one in front of it has ended, it does; whether it waits then is checked."""
+    kernel = getattr(kernel, "jit", kernel)  # as it is launched
     overlaps = arch >= 90 and "PDL" in kernel.arg_names
     if "PDL" in kernel.arg_names:
         constants = {**constants, "PDL": overlaps, "launch_pdl": overlaps}

@@ -17,6 +17,7 @@ from makeway.kernels.rows import KVLayer, Rows
 from makeway.kernels.triton.attend_chunk import attend_chunk, attend_selected
 from makeway.kernels.triton.launch import begin, overlap
 from makeway.kernels.triton.linear import MAX_ROWS
+from makeway.kernels.triton.quick import quick
 from makeway.kernels.triton.small import sigmoid_of
 
 SPLIT_KEYS = 256  # keys of a split, all keys
@@ -24,6 +25,7 @@ SPLIT_SELECTED = 64  # keys of a split, selected keys
 COMBINE_SPLITS = 16  # whose parts are loaded at once
 
 
+@quick
 @triton.jit
 def write_kernel(
     keys,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from makeway.kernels.rows import KVLayer, Rows
 from makeway.kernels.triton.gemm import described
+from makeway.kernels.triton.quick import quick
 from makeway.kernels.triton.small import sigmoid_of
 
 LOG2_E = 1.4426950408889634
@@ -109,6 +110,7 @@ def attend_tiles(
     return best, total, acc
 
 
+@quick
 @triton.jit(do_not_specialize=["first", "n"])
 def chunk_kernel(
     q,
@@ -272,6 +274,7 @@ def selected_tiling(half: bool) -> SelectedTiling:
     return SelectedTiling(keys=64, warps=4, stages=2)
 
 
+@quick
 @triton.jit
 def selected_kernel(
     q,

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from makeway.kernels.rows import KVLayer, Rows
 from makeway.kernels.triton.launch import begin, overlap
+from makeway.kernels.triton.quick import quick
 from makeway.kernels.triton.small import normed_and_turned, rope_turns
 
 
+@quick
 @triton.jit(do_not_specialize=["scale", "eps"])
 def attend_input_kernel(
     q,

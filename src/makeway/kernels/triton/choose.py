@@ -20,6 +20,7 @@ from torch import Tensor
 from makeway.kernels.rows import DeviceRows
 from makeway.kernels.triton.launch import begin, overlap
 from makeway.kernels.triton.linear import arrived_last
+from makeway.kernels.triton.quick import quick
 
 LOW_BITS = 17  # of a score behind its bin's, which tell the exponent and six bits of the mantissa
 N_BINS = 2048  # 32 exponents
@@ -91,6 +92,7 @@ def write_chosen(out, number, bits, threshold, n_equal, n_larger, n_same):
     return both
 
 
+@quick
 @triton.jit(do_not_specialize=["first"])
 def select_kernel(
     scores,

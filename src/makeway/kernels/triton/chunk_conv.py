@@ -10,11 +10,13 @@ import triton.language as tl
 from torch import Tensor
 
 from makeway.kernels.rows import ConvState, Rows
+from makeway.kernels.triton.quick import quick
 from makeway.kernels.triton.small import sigmoid_of
 
 TILE_ROWS = 16
 
 
+@quick
 @triton.jit
 def chunk_conv_kernel(
     x,

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from makeway.kernels.triton.quick import quick
 from makeway.kernels.triton.small import sigmoid_of, softplus_of
 
 CHUNK = 64
@@ -134,6 +135,7 @@ def delta_rule_chunks(
         )
 
 
+@quick
 @triton.jit(do_not_specialize=["n"])
 def gates_kernel(
     alpha,
@@ -220,6 +222,7 @@ def unit_lower_inverse(a, CHUNK: tl.constexpr):
     return tl.dot(series, diagonal, input_precision="tf32x3")
 
 
+@quick
 @triton.jit(do_not_specialize=["n"])
 def prepare_kernel(
     q,
@@ -278,6 +281,7 @@ def prepare_kernel(
     tl.store(recall + (at[:, None] * n_heads + head) * D_K + columns_k[None, :], w.to(tl.bfloat16))
 
 
+@quick
 @triton.jit(do_not_specialize=["n"])
 def advance_kernel(
     state,

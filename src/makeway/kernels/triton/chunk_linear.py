@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from makeway.gguf.types import GGMLType
 from makeway.kernels.triton.decode import QuantMatrix, decode_matrices, decode_stack
 from makeway.kernels.triton.gemm import Tile, described, multiply, multiply_described, tiles_of
+from makeway.kernels.triton.quick import quick
 from makeway.kernels.triton.unpack import PLANES
 from makeway.kernels.weight import Weight
 
@@ -192,6 +193,7 @@ def _multiply(x: Tensor, weights: Tensor, out: Tensor, *, tile: Tile, n_terms: i
     )
 
 
+@quick
 @triton.jit(do_not_specialize=["n", "n_rows"])
 def dense_kernel(
     x,

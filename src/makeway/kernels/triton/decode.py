@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from makeway.gguf.types import GGMLType, row_bytes
+from makeway.kernels.triton.quick import quick
 from makeway.kernels.triton.unpack import code_table, plane_values, planes_for, weight_order
 
 
@@ -154,6 +155,7 @@ def beside(a, b):
     return tl.join(a, b).permute(0, 2, 1).reshape(n, 2 * width)
 
 
+@quick
 @triton.jit(do_not_specialize=["n_rows"], do_not_specialize_on_alignment=["where", "counted"])
 def decode_kernel(
     room,

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from makeway.kernels.triton.launch import begin, overlap
+from makeway.kernels.triton.quick import quick
 from makeway.kernels.triton.small import sigmoid_of
 
 
@@ -23,6 +24,7 @@ def store_parts(parts, at, stride, value, mask, PARTS: tl.constexpr):
         value = value - part.to(tl.float32)
 
 
+@quick
 @triton.jit
 def add_norm_kernel(
     h,
@@ -89,6 +91,7 @@ def add_norm(
     return new_h, x, parts
 
 
+@quick
 @triton.jit
 def stream_norm_kernel(
     h,
@@ -160,6 +163,7 @@ def stream_norm(
     return new_h, normed, parts
 
 
+@quick
 @triton.jit
 def combine_kernel(h, inject, out, new_h, D, BLOCK: tl.constexpr, PDL: tl.constexpr):
     begin(PDL)
@@ -186,6 +190,7 @@ def hc_combine(h: Tensor, inject: Tensor, out: Tensor) -> Tensor:
     return new_h
 
 
+@quick
 @triton.jit
 def ple_gate_kernel(
     key,
@@ -247,6 +252,7 @@ def ple_gate(
     return gated, normed
 
 
+@quick
 @triton.jit
 def silu_kernel(x, parts, part_stride, scale, x_row, D, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr):
     """silu(x * scale) of a row, as parts."""
@@ -268,6 +274,7 @@ def silu_parts(x: Tensor, *, scale: float, n_parts: int) -> Tensor:
     return parts
 
 
+@quick
 @triton.jit
 def mix_kernel(
     up,
@@ -340,6 +347,7 @@ def mixed(
     return x, parts, inject
 
 
+@quick
 @triton.jit
 def swiglu_kernel(
     gate, up, parts, part_stride, gate_row, up_row, D, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr
@@ -375,6 +383,7 @@ def swiglu_parts(gate: Tensor, up: Tensor, *, n_parts: int) -> Tensor:
     return parts
 
 
+@quick
 @triton.jit
 def gated_norm_kernel(
     x,

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from makeway.kernels.triton.quick import quick
 from makeway.kernels.triton.sort import SortedPairs
 
 VARYING = ["first", "n_experts", "skip", "capacity"]  # from launch to launch
@@ -202,6 +203,7 @@ def find_tile(tile, offsets, first, n_experts, low, high, EXPERTS: tl.constexpr,
     return expert, start, end
 
 
+@quick
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["starts"])
 def gate_up_kernel(
     x,
@@ -306,6 +308,7 @@ def multiply_described(
     return total
 
 
+@quick
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["starts"])
 def down_kernel(
     x,

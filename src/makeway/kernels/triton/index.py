@@ -14,12 +14,14 @@ from makeway.kernels.triton.attend import high_and_low, key_places, times
 from makeway.kernels.triton.choose import FIRST_BIN, LOW_BITS, N_BINS, IndexScratch, bin_place, choose
 from makeway.kernels.triton.launch import begin, overlap
 from makeway.kernels.triton.linear import MAX_ROWS
+from makeway.kernels.triton.quick import quick
 from makeway.kernels.triton.small import cos_sin, normed_and_turned, rope_turns
 
 CHUNK_ROWS = 16  # rows of a chunk whose scores are made together
 SCORE_KEYS = 64  # blocks a program scores
 
 
+@quick
 @triton.jit
 def pool_kernel(
     raw,
@@ -246,6 +248,7 @@ def row_score_kernel(
     count_bins(bins + row * N_BINS, score, inside, N_BINS, LOW_BITS, FIRST_BIN)
 
 
+@quick
 @triton.jit(do_not_specialize=["first", "n"])
 def score_kernel(
     q,

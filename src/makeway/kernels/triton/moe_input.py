@@ -11,9 +11,11 @@ from torch import Tensor
 
 from makeway.kernels.triton.fused import store_parts
 from makeway.kernels.triton.launch import begin, overlap
+from makeway.kernels.triton.quick import quick
 from makeway.kernels.triton.small import route_row, sigmoid_of
 
 
+@quick
 @triton.jit
 def choice_kernel(
     logits,

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from makeway.kernels.triton.launch import begin, overlap
+from makeway.kernels.triton.quick import quick
 
 SIGMOID, SILU, SOFTPLUS, SWIGLU = 0, 1, 2, 3  # codes of `pointwise`
 
@@ -75,6 +76,7 @@ def normed_and_turned(
     return value * scale
 
 
+@quick
 @triton.jit(do_not_specialize=["scale", "eps"])
 def norm_kernel(
     x,
@@ -165,6 +167,7 @@ def norm_rope(
     return _norm(x, gamma, mode=1, eps=eps, turns=turns, positions=positions, half=n_rot // 2, scale=scale)
 
 
+@quick
 @triton.jit(do_not_specialize=["n"])
 def pointwise_kernel(x, y, out, n, FUNCTION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out = a function of x, and of y for SWIGLU."""
@@ -219,6 +222,7 @@ def route_row(
     tl.store(weights + row * TOP_K + k, values / total, mask=k < TOP_K)
 
 
+@quick
 @triton.jit
 def route_kernel(
     logits,

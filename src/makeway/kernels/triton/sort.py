@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from makeway.kernels.triton.quick import quick
+
 COUNT_TILE = 1024  # pairs a program counts
 PLACE_TILE = 4096  # pairs an expert's program looks at in one step
 COMBINE_COLUMNS = 1024
@@ -91,6 +93,7 @@ def combine(acc: Tensor, out: Tensor, *, pairs: SortedPairs, first: int, last: i
     )
 
 
+@quick
 @triton.jit(do_not_specialize=["n_pairs"])
 def count_kernel(ids, offsets, places, n_pairs, n_experts, BINS: tl.constexpr, TILE: tl.constexpr):
     """offsets[e + 1] += how often e occurs in this tile; padding gets its place here."""
@@ -106,6 +109,7 @@ def count_kernel(ids, offsets, places, n_pairs, n_experts, BINS: tl.constexpr, T
     tl.atomic_add(offsets + 1 + bins, counts, mask=(bins < n_experts) & (counts > 0), sem="relaxed")
 
 
+@quick
 @triton.jit
 def scan_kernel(offsets, n_experts, BINS: tl.constexpr):
     """Counts to offsets, in place."""
@@ -114,6 +118,7 @@ def scan_kernel(offsets, n_experts, BINS: tl.constexpr):
     tl.store(offsets + 1 + bins, tl.cumsum(counts, axis=0), mask=bins < n_experts)
 
 
+@quick
 @triton.jit(do_not_specialize=["n_pairs"])
 def place_kernel(ids, offsets, order, places, n_pairs, TILE: tl.constexpr):
     """The pairs of one expert, in the order of their tokens."""
@@ -132,6 +137,7 @@ def place_kernel(ids, offsets, order, places, n_pairs, TILE: tl.constexpr):
         start += TILE
 
 
+@quick
 @triton.jit(do_not_specialize=["first", "last", "skip", "capacity"])
 def combine_kernel(
     acc,
