@@ -12,6 +12,23 @@ KERNEL(32) product_kernel(float* c, const u16* a, const u16* b) {
     for (int i = 0; i < 4; i++) c[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = sums[i];
 }
 
+// c[16, 8] += a[16, 32] b[32, 8], bytes, b by columns; the first of `c` unsigned times signed, the second signed times signed,
+// the third of the first 16 columns alone.
+KERNEL(32) bytes_kernel(i32* c, const u8* a, const u8* b) {
+    int g = thread_x() / 4, t = thread_x() % 4;
+    u32 left[4];
+    for (int i = 0; i < 4; i++) left[i] = load4(a + (g + i % 2 * 8) * 32 + 4 * t + i / 2 * 16);
+    const u32 right[2] = {load4(b + g * 32 + 4 * t), load4(b + g * 32 + 4 * t + 16)};
+    i32 sums[3][4];
+    for (int of = 0; of < 3; of++)
+        for (int i = 0; i < 4; i++) sums[of][i] = c[of * 128 + (g + i / 2 * 8) * 8 + 2 * t + i % 2];
+    mma_bytes<false>(sums[0], left, right[0], right[1]);
+    mma_bytes<true>(sums[1], left, right[0], right[1]);
+    mma_bytes_16(sums[2], left[0], left[1], right[0]);
+    for (int of = 0; of < 3; of++)
+        for (int i = 0; i < 4; i++) c[of * 128 + (g + i / 2 * 8) * 8 + 2 * t + i % 2] = sums[of][i];
+}
+
 // out[i] = sum over lanes by shfl_xor; out[n + i] = the value of lane `lane` by shfl.
 KERNEL(128) shuffle_kernel(float* out, const float* in, int n, int lane) {
     int i = thread_x();

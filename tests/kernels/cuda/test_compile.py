@@ -8,7 +8,7 @@ from makeway.kernels.cuda.compiler import Module
 pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
 
 MOST_SHARED = 99 * 1024  # of a block on sm_86
-SPILLED_BYTES = {"gate_up_kernel": 256, "down_kernel": 320, "linears_kernel": 32}  # at most, stores and loads
+SPILLED_BYTES = {"gate_up_kernel": 32, "linears_kernel": 96}  # at most, stores and loads; others spill nothing
 
 
 def check(program, arch, tmp_path):

@@ -15,7 +15,15 @@ FAULTS = range(9)
 
 @pytest.fixture(scope="module")
 def program():
-    names = ["product_kernel", "shuffle_kernel", "sum_kernel<64>", "convert_kernel", "copy_kernel", "busy_kernel"]
+    names = [
+        "product_kernel",
+        "bytes_kernel",
+        "shuffle_kernel",
+        "sum_kernel<64>",
+        "convert_kernel",
+        "copy_kernel",
+        "busy_kernel",
+    ]
     return Program([SELFTEST], names + [f"faulty_kernel<{fault}>" for fault in FAULTS])
 
 
@@ -30,6 +38,24 @@ def test_the_layout_of_a_product(program):
     want = c + a.double().numpy() @ b.double().numpy().T
     program.run("product_kernel", (1, 1, 1), 32, 0, (c, a, b))
     np.testing.assert_allclose(c, want, rtol=1e-6, atol=1e-6)
+
+
+def bytes_case():
+    """Random bytes and sums, and the three products that `bytes_kernel` makes of them."""
+    rng = np.random.default_rng(9)
+    a, b = rng.integers(0, 256, (16, 32), dtype=np.uint8), rng.integers(0, 256, (8, 32), dtype=np.uint8)
+    c = rng.integers(-1000, 1000, (3, 16, 8), dtype=np.int32)
+    right = b.view(np.int8).astype(np.int32).T
+    want = c + np.stack(
+        [a.astype(np.int32) @ right, a.view(np.int8).astype(np.int32) @ right, a[:, :16].astype(np.int32) @ right[:16]]
+    )
+    return a, b, c, want.astype(np.int32)
+
+
+def test_the_layout_of_a_product_of_bytes(program):
+    a, b, c, want = bytes_case()
+    program.run("bytes_kernel", (1, 1, 1), 32, 0, (c, a, b))
+    np.testing.assert_array_equal(c, want)
 
 
 @pytest.mark.parametrize("reverse", [False, True])

@@ -13,7 +13,7 @@ from makeway.errors import EngineFailed
 from makeway.kernels.cuda import launch
 from makeway.kernels.cuda.compiler import Module, current_arch
 from makeway.kernels.cuda.launch import Kernel
-from tests.kernels.cuda.test_emulator import check_conversions
+from tests.kernels.cuda.test_emulator import bytes_case, check_conversions
 
 SELFTEST = Path(__file__).parent / "selftest.cu"
 SIZES = [8, 4, 8, 4]  # of "pilf"
@@ -121,7 +121,15 @@ def test_what_the_driver_refuses_is_told(driver):
 
 @pytest.fixture(scope="module")
 def module(tmp_path_factory):
-    names = ["product_kernel", "shuffle_kernel", "sum_kernel<64>", "sum_kernel<1024>", "convert_kernel", "copy_kernel"]
+    names = [
+        "product_kernel",
+        "bytes_kernel",
+        "shuffle_kernel",
+        "sum_kernel<64>",
+        "sum_kernel<1024>",
+        "convert_kernel",
+        "copy_kernel",
+    ]
     names.append("chain_kernel")
     return Module.compile([SELFTEST], names, current_arch(), cache_folder=tmp_path_factory.mktemp("kernels"))
 
@@ -133,6 +141,11 @@ def test_a_gpu_does_what_the_emulation_does(module):
     out = c.cuda()
     module.kernel("product_kernel", "ppp").launch((1, 1, 1), 32, 0, (out, a.cuda(), b.cuda()))
     torch.testing.assert_close(out.cpu().double(), c.double() + a.double() @ b.double().T, rtol=1e-5, atol=1e-5)
+
+    a, b, c, want = (torch.from_numpy(array) for array in bytes_case())
+    out = c.cuda()
+    module.kernel("bytes_kernel", "ppp").launch((1, 1, 1), 32, 0, (out, a.cuda(), b.cuda()))
+    assert torch.equal(out.cpu(), want)
 
     values = torch.arange(128.0) ** 2
     out = torch.zeros(256, device="cuda")

@@ -35,5 +35,5 @@ def all_kernels(steps: Sequence[int] = (1, 2, 4, 8)) -> list[tuple[tuple[Path, .
             how = linear.cut(kinds, n_cols, rows=rows, n=n)
             of_products.add(linear.kernel_name(kinds, how, prologue=prologue, n=n))
         for layout, top_k in layouts:
-            of_experts.update(experts.kernel_names(layout, experts.launches(layout, n=n, top_k=top_k), n=n))
+            of_experts.update(experts.kernel_names(layout, experts.launches(layout, n=n, top_k=top_k)))
     return [((linear.SOURCE,), sorted(of_products)), ((experts.SOURCE,), sorted(of_experts))]

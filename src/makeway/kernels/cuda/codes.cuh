@@ -1,9 +1,7 @@
-// Quantised blocks as operands of the tensor cores: bf16 codes of a lane, and the scales of its two rows.
+// Quantised blocks as operands of the tensor cores: a lane's codes as bytes, and the scales of its two rows.
 //
 // A unit is 16 rows of a matrix times UK columns. Lane 4 g + t of a warp works on rows g and g + 8. Of each 32 columns a
-// lane takes eight: 8 t .. 8 t + 7, or, where scales change every 16 columns, 4 t .. 4 t + 3 of either half. Codes are
-// in pairs (0, 2), (1, 3) of four neighbouring columns, because that is how a word of packed bytes falls apart.
-// A code q stands as 128 + q, which is exact in bf16 for 0 <= q < 128; products.cuh takes the 128 away again.
+// lane takes eight, in two words: 8 t .. 8 t + 7, or, where scales change every 16 columns, 4 t .. 4 t + 3 of either half.
 
 #pragma once
 #include "lanes.cuh"
@@ -13,35 +11,44 @@ enum Kind : int { F32 = 0, F16 = 1, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6
 // How the sums of activations come in, for what is added to a code (see product.cuh).
 enum Sums : int { NO_SUMS = 0, SUMS_BY_BLOCK = 1, SUMS_BY_PRODUCT = 2 };
 
-constexpr u32 LOW_NIBBLES = 0x000F000F, BASE = 0x43004300;  // BASE: 128.0 twice, in bf16
+constexpr u32 NIBBLES = 0x0F0F0F0F;
+constexpr u32 BASE = 0x43004300;  // 128.0 twice, in bf16
 constexpr float TWO_23 = 8388608.0f;
 
 DEVICE constexpr bool is_float(int kind) { return kind == F32 || kind == F16 || kind == BF16; }
 
-// Byte `i` of a word, which is below 128, as a float.
+// Byte `i` of a word, unsigned or signed.
 template <int i>
-DEVICE float byte_of(u32 word) {
-    return as_float(prmt(word, in_register(0x4B000000u), 0x7540 + i)) - TWO_23;
+DEVICE i32 byte_of(u32 word) {
+    return static_cast<i32>(prmt(word, 0, 0x4440 + i));
 }
-// A small integer in the lowest byte of a word as bf16, twice.
+template <int i>
+DEVICE i32 signed_byte_of(u32 word) {
+    return static_cast<i32>(prmt(word, 0, 0x8880 + 0x1111 * i));
+}
+// A small integer in the lowest byte of a word as bf16, twice; `less` takes away 2^23 and what it stands above zero.
 DEVICE u32 twice_bf16(u32 byte, float less = TWO_23) {
     const u32 bits = as_u32(as_float(byte | 0x4B000000u) - less);
     return prmt(bits, bits, 0x3232);
 }
+// Bytes 0 and 2 of a word of signed ones as bf16: 128 + (low seven bits), minus 128 or, where the sign is set, 256.
+DEVICE u32 signed_pair(u32 word) {
+    return sub_bf16(and_or(word, in_register(0x007F007F), BASE), and_or(word, in_register(0x00800080), BASE));
+}
 
 // Columns 32 s .. 32 s + 31 of a lane's row, as `codes` sees them.
 //   IS_SHARED: fields are read from a copy of the row's bytes in shared memory, else from global memory into registers
-//   HALVES: the lane's columns are 4 t .. 4 t + 3 of either half: codes[0..1] of the first, codes[2..3] of the second
+//   HALVES: the lane's columns are 4 t .. 4 t + 3 of either half: codes[0] of the first, codes[1] of the second
 //   BY_16: a scale for each half
-//   scale<s, half>(): what the code's products are multiplied by, over block_scale()
+//   scale<s, half>(): what the codes' products are multiplied by: an integer, and then block_scale(), or all of it
 template <int KIND>
 struct Block;
 
 // Scales and minima of a Q4_K or Q5_K block: eight of 6 bits each, in 12 bytes, over two halves.
 struct SuperBlock {
     static constexpr bool IS_SHARED = false, HALVES = false, BY_16 = false, HAS_MINIMA = true;
-    static constexpr int COLUMNS = 256, SUMS = SUMS_BY_PRODUCT;
-    static constexpr float BIAS = 128.0f;
+    static constexpr bool SIGNED = false;
+    static constexpr int COLUMNS = 256, SUMS = SUMS_BY_PRODUCT, BIAS = 0;
     u32 both, scales[2], minima[2];
 
     DEVICE void load_head(const u8* row) {
@@ -61,7 +68,7 @@ struct SuperBlock {
     DEVICE float block_scale() const { return half_to_float(both & 0xFFFF); }
     DEVICE float block_min() const { return half_to_float(both >> 16); }
     template <int s, int half>
-    DEVICE float scale() const {
+    DEVICE i32 scale() const {
         return byte_of<s % 4>(scales[s / 4]);
     }
     // Of columns' blocks t and t + 4, each twice, for the product with sums of 16.
@@ -86,13 +93,9 @@ struct Block<Q4_K> : SuperBlock {
         for (int j = 0; j < 4; j++) words[j] = load8(row + 16 + 32 * j + 8 * t);
     }
     template <int s>
-    DEVICE void codes(u32 (&out)[4]) const {
-        const u32 low = words[s / 2].x, high = words[s / 2].y;
-        const u32 mask = in_register(LOW_NIBBLES);
-        out[0] = and_or(low >> (4 * (s % 2)), mask, BASE);
-        out[1] = and_or(low >> (4 * (s % 2) + 8), mask, BASE);
-        out[2] = and_or(high >> (4 * (s % 2)), mask, BASE);
-        out[3] = and_or(high >> (4 * (s % 2) + 8), mask, BASE);
+    DEVICE void codes(u32 (&out)[2]) const {
+        out[0] = (words[s / 2].x >> (4 * (s % 2))) & NIBBLES;
+        out[1] = (words[s / 2].y >> (4 * (s % 2))) & NIBBLES;
     }
 };
 
@@ -112,14 +115,9 @@ struct Block<Q5_K> : SuperBlock {
         return s < 4 ? bits << (4 - s) : bits >> (s - 4);
     }
     template <int s>
-    DEVICE void codes(u32 (&out)[4]) const {
-        const u32 low = words[s / 2].x, high = words[s / 2].y;
-        const u32 mask = in_register(LOW_NIBBLES), bit = in_register(0x00100010);
-        const u32 low_top = top<s>(fifth.x), high_top = top<s>(fifth.y);
-        out[0] = and_or(low_top, bit, and_or(low >> (4 * (s % 2)), mask, BASE));
-        out[1] = and_or(low_top >> 8, bit, and_or(low >> (4 * (s % 2) + 8), mask, BASE));
-        out[2] = and_or(high_top, bit, and_or(high >> (4 * (s % 2)), mask, BASE));
-        out[3] = and_or(high_top >> 8, bit, and_or(high >> (4 * (s % 2) + 8), mask, BASE));
+    DEVICE void codes(u32 (&out)[2]) const {
+        out[0] = and_or(top<s>(fifth.x), 0x10101010, (words[s / 2].x >> (4 * (s % 2))) & NIBBLES);
+        out[1] = and_or(top<s>(fifth.y), 0x10101010, (words[s / 2].y >> (4 * (s % 2))) & NIBBLES);
     }
 };
 
@@ -130,9 +128,8 @@ DEVICE u32 shared_word(const u8* at) {
 
 template <>
 struct Block<Q6_K> {
-    static constexpr bool IS_SHARED = true, HALVES = true, BY_16 = true, HAS_MINIMA = false;
-    static constexpr int COLUMNS = 256, BYTES = 210, SUMS = SUMS_BY_PRODUCT;
-    static constexpr float BIAS = 160.0f;  // 128, and the 32 of the type
+    static constexpr bool IS_SHARED = true, HALVES = true, BY_16 = true, HAS_MINIMA = false, SIGNED = false;
+    static constexpr int COLUMNS = 256, BYTES = 210, SUMS = SUMS_BY_PRODUCT, BIAS = 32;
     const u8* row;
     u32 scales[4];
     int t;
@@ -143,12 +140,12 @@ struct Block<Q6_K> {
     }
     DEVICE void prepare() {
 #pragma unroll
-        for (int i = 0; i < 4; i++) scales[i] = shared_word(row + 192 + 4 * i) ^ 0x80808080u;
+        for (int i = 0; i < 4; i++) scales[i] = shared_word(row + 192 + 4 * i);
     }
     DEVICE float block_scale() const { return half_to_float(*reinterpret_cast<const u16*>(row + 208)); }
     template <int s, int half>
-    DEVICE float scale() const {
-        return byte_of<2 * (s % 2) + half>(scales[s / 2]) - 128.0f;
+    DEVICE i32 scale() const {
+        return signed_byte_of<2 * (s % 2) + half>(scales[s / 2]);
     }
     DEVICE void scale_pairs(int, u32& first, u32& second) const {
         first = pair(row + 192 + 2 * t);
@@ -159,25 +156,22 @@ struct Block<Q6_K> {
         return prmt(twice_bf16(two & 0xFF, TWO_23 + 128.0f), twice_bf16(two >> 8, TWO_23 + 128.0f), 0x5410);
     }
     template <int s>
-    DEVICE void codes(u32 (&out)[4]) const {
+    DEVICE void codes(u32 (&out)[2]) const {
         constexpr int half = s / 4, quarter = s % 4;
         const u8* low = row + 64 * half + 32 * (quarter % 2) + 4 * t;
         const u8* top = row + 128 + 32 * half + 4 * t;
-        const u32 mask = in_register(LOW_NIBBLES), bits = in_register(0x00300030);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const u32 word = shared_word(low + 16 * i) >> (4 * (quarter / 2));
             const u32 upper = shared_word(top + 16 * i);
             const u32 two = quarter < 2 ? upper << (4 - 2 * quarter) : upper >> (2 * quarter - 4);
-            out[2 * i] = and_or(two, bits, and_or(word, mask, BASE));
-            out[2 * i + 1] = and_or(two >> 8, bits, and_or(word >> 8, mask, BASE));
+            out[i] = and_or(two, 0x30303030, (shared_word(low + 16 * i) >> (4 * (quarter / 2))) & NIBBLES);
         }
     }
 };
 
 template <>
 struct Block<Q8_0> {
-    static constexpr bool IS_SHARED = true, HALVES = false, BY_16 = false;
+    static constexpr bool IS_SHARED = true, HALVES = false, BY_16 = false, SIGNED = true;
     static constexpr int COLUMNS = 32, BYTES = 34, SUMS = NO_SUMS;
     const u8* row;
     int t;
@@ -187,19 +181,11 @@ struct Block<Q8_0> {
         t = lane_t;
     }
     DEVICE void prepare() {}
-    // Signed bytes are exact in bf16 as they are: 128 + (low seven bits), minus 128 or, where the sign is set, 256.
-    DEVICE static u32 signed_pair(u32 word) {
-        return sub_bf16(and_or(word, in_register(0x007F007F), BASE), and_or(word, in_register(0x00800080), BASE));
-    }
     template <int s>
-    DEVICE void codes(u32 (&out)[4]) const {
+    DEVICE void codes(u32 (&out)[2]) const {
         const u8* at = row + BYTES * s + 2 + 8 * t;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const u32 word = shared_word(at + 4 * i);
-            out[2 * i] = signed_pair(word);
-            out[2 * i + 1] = signed_pair(word >> 8);
-        }
+        out[0] = shared_word(at);
+        out[1] = shared_word(at + 4);
     }
     template <int s, int half>
     DEVICE float scale() const {
@@ -209,7 +195,7 @@ struct Block<Q8_0> {
 
 template <>
 struct Block<Q5_1> {
-    static constexpr bool IS_SHARED = true, HALVES = true, BY_16 = false;
+    static constexpr bool IS_SHARED = true, HALVES = true, BY_16 = false, SIGNED = false;
     static constexpr int COLUMNS = 32, BYTES = 24, SUMS = SUMS_BY_BLOCK;
     const u8* row;
     int t;
@@ -223,16 +209,12 @@ struct Block<Q5_1> {
         return (bits & 0xF) * 0x02040810u & 0x10101010u;
     }
     template <int s>
-    DEVICE void codes(u32 (&out)[4]) const {
+    DEVICE void codes(u32 (&out)[2]) const {
         const u8* at = row + BYTES * s;
         const u32 word = *reinterpret_cast<const u32*>(at + 8 + 4 * t);
         const u32 fifth = *reinterpret_cast<const u32*>(at + 4) >> (4 * t);
-        const u32 nibbles = in_register(0x0F0F0F0F), base = in_register(BASE);
-        const u32 low = and_or(word, nibbles, spread(fifth)), high = and_or(word >> 4, nibbles, spread(fifth >> 16));
-        out[0] = prmt(low, base, 0x7250);
-        out[1] = prmt(low, base, 0x7351);
-        out[2] = prmt(high, base, 0x7250);
-        out[3] = prmt(high, base, 0x7351);
+        out[0] = and_or(word, NIBBLES, spread(fifth));
+        out[1] = and_or(word >> 4, NIBBLES, spread(fifth >> 16));
     }
     template <int s, int half>
     DEVICE float scale() const {
@@ -240,11 +222,12 @@ struct Block<Q5_1> {
     }
     template <int s>
     DEVICE float shift() const {
-        return fmaf(-128.0f, scale<s, 0>(), half_to_float(*reinterpret_cast<const u16*>(row + BYTES * s + 2)));
+        return half_to_float(*reinterpret_cast<const u16*>(row + BYTES * s + 2));
     }
 };
 
-// Matrices that are not quantised: a bf16 and, but for BF16, the rest of each value in another. Read as they are needed.
+// Matrices that are not quantised: a bf16 and, but for BF16, the rest of each value in another, read as they are needed; in
+// pairs (0, 2), (1, 3) of four columns, because that is how a word of an activation's bytes falls apart.
 template <int KIND>
 struct Floats {
     static constexpr bool IS_SHARED = false, HALVES = false;

@@ -19,10 +19,8 @@ from makeway.kernels.cuda.linear import (
     SUMS,
     TILE,
     activation_bytes,
-    blocks_of,
     copy_bytes,
     has_kernel,
-    n_sets,
     unit_columns,
 )
 from makeway.kernels.cuda.programs import Programs
@@ -30,21 +28,20 @@ from makeway.kernels.triton.experts import ExpertLayout
 from makeway.kernels.triton.step_plan import StepBuffers
 
 SOURCE = Path(__file__).parent / "experts.cu"
-PASS = 4  # rows whose activations a block has at a time
-DOWN_WARPS = 24
+PASS = 2  # rows of an entry that are multiplied together
+RESIDENT_WARPS = 24  # of a multiprocessor, that registers leave room for
 MOST_WARPS = 16  # of a block
-GATE_UP = "pi" + "pppp" + "iil" + "ppp" + "iii"
-DOWN = "ppp" + "ppppp" + "il" + "p" + "iiii"
+GATE_UP = "pi" + "pppp" + "iil" + "p" + "ii"
+DOWN = "p" + "ppppp" + "il" + "p" + "iiii"
 
 
 @dataclass(frozen=True)
 class Launches:
-    """How the two launches of a layer are cut. Gate and up: columns of a unit (a warp each), units, rows at a time,
-    bytes of shared memory, blocks of an entry. Down: columns of a warp, warps of an entry, warps, bytes."""
+    """How the two launches of a layer are cut. Gate and up: columns of a unit (a warp each), units, bytes
+    of shared memory, blocks of an entry. Down: columns of a warp, warps of an entry, warps, bytes."""
 
     unit: int
     units: int
-    pass_rows: int
     shared_bytes: int
     blocks: int
     down_unit: int
@@ -73,42 +70,37 @@ def launches(layout: ExpertLayout, *, n: int, top_k: int) -> Launches:
     """For n rows; the order of sums is the same for all n."""
     unit = unit_columns(layout.hidden)
     units = layout.hidden // unit
-    copies = units * (copy_bytes(layout.gate, unit) + copy_bytes(layout.up, unit))
-    pass_rows = min(n, PASS)
-    while pass_rows > 1 and units * (activation_bytes(unit, pass_rows) + 4 * SUMS) + copies > MAX_SHARED:
-        pass_rows -= 1
+    of_warp = activation_bytes(unit, min(n, PASS)) + 4 * SUMS
+    of_warp += copy_bytes(layout.gate, unit) + copy_bytes(layout.up, unit)
     tiles = layout.width // TILE
-    at_once = PROCESSORS * blocks_of(units, sets=1, loops=True)
+    at_once = PROCESSORS * max(1, RESIDENT_WARPS // units)
     turns = -(-tiles // max(1, round(at_once / (n * top_k))))
     down_unit = down_columns(layout)
     down_tiles = -(-layout.hidden // TILE)
-    warps = DOWN_WARPS if down_tiles <= PROCESSORS else 10  # a second block finds room then
+    warps = RESIDENT_WARPS if down_tiles <= PROCESSORS else 10  # a second block finds room then
     per_entry = max(1, min(layout.width // down_unit, warps // top_k))
-    of_warp = n_sets(n) * SUMS + copy_bytes(layout.down, down_unit)
-    most = min(warps if n_sets(n) == 1 else DOWN_WARPS // 2, MAX_SHARED // of_warp)  # two sets take more registers
-    entries = max(1, min(n * top_k, most // per_entry))
+    of_down_warp = activation_bytes(down_unit, min(n, PASS)) + -(-n // PASS) * SUMS + copy_bytes(layout.down, down_unit)
+    entries = max(1, min(n * top_k, min(warps, MAX_SHARED // of_down_warp) // per_entry))
     down_warps = max(per_entry * entries, -(-n * TILE // 32))
     return Launches(
         unit=unit,
         units=units,
-        pass_rows=pass_rows,
-        shared_bytes=units * (activation_bytes(unit, pass_rows) + 4 * SUMS) + copies,
+        shared_bytes=units * of_warp,
         blocks=-(-tiles // turns),
         down_unit=down_unit,
         per_entry=per_entry,
         down_warps=down_warps,
-        down_shared_bytes=down_warps * of_warp,
+        down_shared_bytes=down_warps * of_down_warp,
     )
 
 
-def kernel_names(layout: ExpertLayout, how: Launches, *, n: int) -> tuple[str, str]:
+def kernel_names(layout: ExpertLayout, how: Launches) -> tuple[str, str]:
     """The two instantiations in experts.cu."""
-    sets, loops = n_sets(n), how.blocks < layout.width // TILE
-    gate_up = f"{int(layout.gate)}, {int(layout.up)}, {how.unit}, {str(loops).lower()}, {how.units}"
-    down_blocks = max(1, 20 // how.down_warps) if sets == 1 else 1
+    loops = str(how.blocks < layout.width // TILE).lower()
+    gate_up = f"{int(layout.gate)}, {int(layout.up)}, {how.unit}, {loops}, {how.units}"
     return (
-        f"gate_up_kernel<{gate_up}, {blocks_of(how.units, sets=1, loops=True)}>",
-        f"down_kernel<{int(layout.down)}, {how.down_unit}, {sets}, {how.down_warps}, {down_blocks}>",
+        f"gate_up_kernel<{gate_up}, {max(1, RESIDENT_WARPS // how.units)}>",
+        f"down_kernel<{int(layout.down)}, {how.down_unit}, {how.down_warps}, {max(1, 20 // how.down_warps)}>",
     )
 
 
@@ -117,7 +109,7 @@ class StepExpertKernels:
 
     def __init__(self, device: torch.device, programs: Programs) -> None:
         self._device, self._programs = device, programs
-        self._hidden: dict[tuple[int, int, int], tuple[Tensor, Tensor, Tensor]] = {}
+        self._hidden: dict[tuple[int, int, int], Tensor] = {}
 
     def run(self, buffers: StepBuffers, x: Tensor, arena: Tensor, *, layout: ExpertLayout, acc: Tensor) -> None:
         """Add the weighted outputs of the plan's experts to acc f32 [n, hidden], in place; x f32 [n, hidden].
@@ -134,8 +126,8 @@ class StepExpertKernels:
         assert layout.up_at % 16 == 0
         assert layout.down_at % 16 == 0
         how = launches(layout, n=n, top_k=buffers.top_k)
-        room = self._room(buffers.n_entries, n, width=width)
-        gate_up, down = kernel_names(layout, how, n=n)
+        values = self._room(buffers.n_entries, n, width=width)
+        gate_up, down = kernel_names(layout, how)
         self._programs.kernel(SOURCE, gate_up, GATE_UP).launch(
             (how.blocks, buffers.n_entries, 1),
             32 * how.units,
@@ -150,10 +142,9 @@ class StepExpertKernels:
                 row_bytes(layout.gate, hidden),
                 row_bytes(layout.up, hidden),
                 layout.up_at,
-                *room,
+                values,
                 n,
                 width,
-                how.pass_rows,
             ),
             overlaps_previous=True,
         )
@@ -162,7 +153,7 @@ class StepExpertKernels:
             32 * how.down_warps,
             how.down_shared_bytes,
             (
-                *room,
+                values,
                 arena,
                 buffers.offsets,
                 buffers.chosen_by,
@@ -179,11 +170,9 @@ class StepExpertKernels:
             overlaps_previous=True,
         )
 
-    def _room(self, entries: int, n: int, *, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Hidden values, their products and sums, as experts.cu says."""
+    def _room(self, entries: int, n: int, *, width: int) -> Tensor:
+        """Hidden values f32 [entries, n, width]."""
         key = (entries, n, width)
         if key not in self._hidden:
-            sizes = (2 * entries * 2 * n * width, entries * max(1, width // 256) * 2 * n * 96, entries * width * 4)
-            rooms = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
-            self._hidden[key] = (rooms[0], rooms[1], rooms[2])
+            self._hidden[key] = torch.empty(key, dtype=torch.float32, device=self._device)
         return self._hidden[key]

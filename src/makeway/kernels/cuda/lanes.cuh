@@ -45,6 +45,26 @@ DEVICE void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// The same in integers, exact: s32 sums of bytes, those of a unsigned or (SIGNED) signed, those of b signed. 32 columns of a:
+// a[0], a[1]: rows g, g + 8 at columns 4t .. 4t + 3; a[2], a[3]: the same rows 16 columns on; b0, b1: column g likewise.
+template <bool SIGNED> DEVICE void mma_bytes(i32 (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    if constexpr (SIGNED) {
+        asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    } else {
+        asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+}
+// 16 columns of a, unsigned: rows g and g + 8 at columns 4t .. 4t + 3.
+DEVICE void mma_bytes_16(i32 (&c)[4], u32 low, u32 high, u32 b) {
+    asm("mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(low), "r"(high), "r"(b));
+}
+
 // Loads of memory that nobody writes while the kernel runs; the pointer is aligned to the size.
 DEVICE uint4 load16(const void* from) { return __ldg(static_cast<const uint4*>(from)); }
 DEVICE uint2 load8(const void* from) { return __ldg(static_cast<const uint2*>(from)); }

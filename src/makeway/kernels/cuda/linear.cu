@@ -24,7 +24,7 @@ struct Values {
     struct Row {
         const float *x, *up;
         float factor;
-        DEVICE void operator()(int column, float (&v)[4]) const {
+        DEVICE void operator()(int column, float* v) const {
             load_four(x + column, v);
             if constexpr (PROLOGUE == SILU) {
 #pragma unroll
@@ -59,9 +59,9 @@ struct Split {
 // The sum of a group's units for one activation and row, from `red` [unit][SETS RED].
 template <int SETS>
 DEVICE float group_sum(const float* red, int count, int of, int row) {
-    float sum = sum_at<SETS>(red, of, row);
+    float sum = sum_at(red, of, row);
 #pragma unroll 8
-    for (int k = 1; k < count; k++) sum += sum_at<SETS>(red + k * SETS * RED, of, row);
+    for (int k = 1; k < count; k++) sum += sum_at(red + k * SETS * RED, of, row);
     return sum;
 }
 
@@ -129,7 +129,7 @@ DEVICE void run_tiles(const Matrix& m, const Split& split, const V& values, int 
         constexpr bool BY_PRODUCT = KINDS & (1u << Q4_K | 1u << Q5_K | 1u << Q6_K), BY_BLOCK = KINDS & (1u << Q5_1);
         activations.template put<BY_PRODUCT, BY_BLOCK>(lane, [&](int i) { return values.row(i, unit * UK); });
     }
-    FromShared x[SETS];
+    Columns x[SETS];
     lane_view<KIND, UK, SETS>(x, activations, g, t);
 
     float* sums = red;
@@ -172,7 +172,7 @@ DEVICE void run_kind(const Matrix& m, const Split& split, const V& values, int t
 #undef MAKEWAY_RUN
 }
 
-// KINDS: a bit for each type among the matrices. SETS: 1 for up to four activations, else 2. WARPS, BLOCKS: of a block, and
+// KINDS: a bit for each type among the matrices. SETS: of columns. WARPS, BLOCKS: of a block, and
 // the fewest blocks that registers leave room for. A missing matrix has no rows. Grid: blocks of all matrices, the i-th's up to
 // end_i, of one tile each or, with LOOPS, of several; x blocks that share a tile's columns. A warp for each unit of a block.
 template <u32 KINDS, int UK, int PROLOGUE, int SETS, bool LOOPS, int WARPS, int BLOCKS>

@@ -29,7 +29,7 @@ PROCESSORS = 132  # of an H200
 SUMS = 8 * 20 * 4  # bytes of a warp's sums of one set
 TILE = 16  # rows of the matrix
 PLAIN, SILU, SWIGLU = 0, 1, 2
-AT_ONCE = (PROCESSORS * 64, PROCESSORS * 24)  # warps of a grid, for up to two activations and for more
+AT_ONCE = PROCESSORS * 32  # warps of a grid; with more units than these, blocks take turns
 PARAMETERS = "ppp" + "ii" + "f" + 4 * "p" + 4 * "p" + 4 * "i" + 4 * "i" + 4 * "i" + "iii" + "iiiii" + "pp"
 
 
@@ -48,18 +48,18 @@ def copy_bytes(kind: GGMLType, unit: int) -> int:
 
 def activation_bytes(unit: int, n: int) -> int:
     """Shared memory for a warp's activations (product.cuh: Layout)."""
-    return unit // 32 * 64 + 2 * n * (96 + 2 * unit + (64 if unit % 64 == 0 else 0))
+    stride = unit if unit // 32 % 2 else unit + 32
+    return (unit // 32 + 1) * 96 + (n + 1) * 96 + 3 * n * stride
 
 
 def n_sets(n: int) -> int:
-    """Products of eight columns that n activations of two columns each need."""
-    return 1 if n <= 4 else 2
+    """Products of eight columns that n activations of three columns each need."""
+    return -(-3 * n // 8)
 
 
-def blocks_of(warps: int, *, sets: int, loops: bool) -> int:
-    """Blocks of a multiprocessor that a kernel's registers leave room for: 32 warps, 24 where a warp fetches one tile
-    while it is busy with another, 16 with two sets."""
-    return max(1, (16 if sets == 2 else 24 if loops else 32) // warps)
+def blocks_of(warps: int, *, sets: int) -> int:
+    """Blocks of a multiprocessor that a kernel's registers leave room for: 32 warps, 16 with several sets."""
+    return max(1, (32 if sets == 1 else 16) // warps)
 
 
 def has_kernel(kind: GGMLType, n_cols: int) -> bool:
@@ -102,7 +102,7 @@ def cut(kinds: Sequence[GGMLType], n_cols: int, *, rows: Sequence[int], n: int) 
     n_groups = -(-n_units // min(8, MAX_SHARED // _warp_bytes(unit, MAX_ROWS, copy=copy, loops=True)))
     group_units = -(-n_units // n_groups)
     tiles = sum(-(-r // TILE) for r in rows)
-    turns = max(1, round(tiles * n_units / AT_ONCE[n > 2]))
+    turns = max(1, round(tiles * n_units / AT_ONCE))
     of_warp = _warp_bytes(unit, n, copy=copy, loops=turns > 1)
     groups = max(1, min(WARPS, MAX_SHARED // of_warp) // group_units)
     if groups < n_groups:  # several blocks to a tile: then no fewer than there are multiprocessors
@@ -123,7 +123,7 @@ def kernel_name(kinds: Sequence[GGMLType], how: Cut, *, prologue: int, n: int) -
     """The instantiation in linear.cu."""
     mask = sum(1 << int(kind) for kind in set(kinds))
     sets, loops = n_sets(n), how.turns > 1
-    blocks = blocks_of(how.warps, sets=sets, loops=loops)
+    blocks = blocks_of(how.warps, sets=sets)
     return f"linears_kernel<{mask}u, {how.unit}, {prologue}, {sets}, {str(loops).lower()}, {how.warps}, {blocks}>"
 
 

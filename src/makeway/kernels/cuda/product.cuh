@@ -1,25 +1,27 @@
 // The product that all decode kernels share: a unit (16 rows of a matrix, UK columns) times up to eight activations.
 //
-// One warp does it. An activation comes as two bf16 whose sum is good to 2^-17, and each of the two is a column of the
-// product of its own: with up to four activations all fit the eight columns of the tensor cores' product (SETS = 1), else
-// the product is made twice (SETS = 2). Either way a column's sums depend on nothing but that column.
-// What stands beside the code in a weight (128, a minimum) needs sums of activations: of 16 columns each, exact in three
-// bf16 and multiplied by the integer scales on the tensor cores, or of 32 each in f32.
+// One warp does it, in integers. Of a unit's columns an activation has one scale, a power of two, and 23-bit integers, which
+// stand as three signed bytes; each of the three is a column of the product of its own. Eight columns are a set: one for
+// up to two activations, two for up to five, three for eight. Products and sums of codes, bytes and integer scales are
+// exact in s32; what is rounded is the activation, to 2^-22 of the largest of its unit, and the f32 sum of units.
+// What stands beside the code in a weight (a minimum, the 32 of Q6_K) needs sums of activations: of 16 columns each, exact
+// in three bf16 and multiplied by the integer minima on the tensor cores, or of 32 each in f32.
 
 #pragma once
 #include "codes.cuh"
 
 constexpr int LANES = 32;
 constexpr int ROWS = 16;        // of a unit
+constexpr int PLANES = 3;       // bytes of an activation
 constexpr int RED_COLUMN = 20;  // floats from one column's sums of a unit to the next: no bank twice
 constexpr int RED = 8 * RED_COLUMN;
+constexpr int MOST_COLUMNS = 24;
+constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: added to a small number, leaves an integer in the low bits
+constexpr u32 MAGIC_BITS = 0x4B400000;
 
 DEVICE float sigmoid_of(float x) { return 1.0f / (1.0f + exp_of(fminf(-x, 88.0f))); }
 
-// Columns of the product as they are stored: part 0 of all rows, then part 1.
-DEVICE int column_of(int part, int row, int n) { return part * n + row; }
-
-DEVICE void load_four(const float* from, float (&v)[4]) {
+DEVICE void load_four(const float* from, float* v) {
     const uint4 four = load16(from);
     v[0] = as_float(four.x);
     v[1] = as_float(four.y);
@@ -27,113 +29,145 @@ DEVICE void load_four(const float* from, float (&v)[4]) {
     v[3] = as_float(four.w);
 }
 
-// Four values as bf16 (0, 2), (1, 3), and what is left of them.
-DEVICE uint2 pack_four(float (&v)[4]) {
-    const uint2 packed = {pack_bf16(v[0], v[2]), pack_bf16(v[1], v[3])};
-    v[0] -= bf16_to_float(packed.x & 0xFFFF);
-    v[1] -= bf16_to_float(packed.y & 0xFFFF);
-    v[2] -= bf16_to_float(packed.x >> 16);
-    v[3] -= bf16_to_float(packed.y >> 16);
-    return packed;
-}
-DEVICE float sum_of(const uint2& four) {
-    return (bf16_to_float(four.x & 0xFFFF) + bf16_to_float(four.y & 0xFFFF)) +
-           (bf16_to_float(four.x >> 16) + bf16_to_float(four.y >> 16));
-}
-
-// Where a warp's columns lie, of UK values each: first the sums, then the values.
-//   products [column][term 3][t 4]: uint2, bf16 pairs of the sums of 16, (2 t, 2 t + 1) and (2 t + 8, 2 t + 9)
-//   blocks [UK / 32][16]: f32 sums of 32, by the place a column has in the product (8 set + place)
+// Where a warp's activations lie, of UK columns each:
+//   blocks f32 [UK / 32][24]: sums of 32, by column of the product; factors f32 [24]: what a column's sums are multiplied by
+//   products [n + 1][term 3][t 4] uint2: bf16 pairs of sums of 16, (2 t, 2 t + 1) and (2 t + 8, 2 t + 9); the last are zeros
+//   values s8 [3 n][UK]
 template <int UK>
 struct Layout {
-    static constexpr int PRODUCTS = 96, BLOCKS = UK / 32 * 64;
-    static constexpr int STRIDE = 2 * UK + (UK % 64 == 0 ? 64 : 0);  // columns side by side share no bank
-    DEVICE static constexpr int bytes(int n) { return BLOCKS + 2 * n * (PRODUCTS + STRIDE); }
+    static constexpr int COLUMN = 4 * MOST_COLUMNS, PRODUCTS = 96;
+    static constexpr int FACTORS = UK / 32 * COLUMN, PRODUCTS_AT = FACTORS + COLUMN;
+    static constexpr int STRIDE = UK / 32 % 2 == 1 ? UK : UK + 32;  // columns side by side share no bank
+    DEVICE static constexpr int bytes(int n) { return PRODUCTS_AT + (n + 1) * PRODUCTS + PLANES * n * STRIDE; }
 };
 
 template <int UK>
 struct Activations {
     using L = Layout<UK>;
+    static constexpr int EIGHTS = UK / 8, TURNS = (EIGHTS + LANES - 1) / LANES;
     u8* at;
     int n;
 
     DEVICE float* blocks() const { return reinterpret_cast<float*>(at); }
-    DEVICE u8* products(int column) const { return at + L::BLOCKS + column * L::PRODUCTS; }
-    DEVICE u8* values(int column) const { return at + L::BLOCKS + 2 * n * L::PRODUCTS + column * L::STRIDE; }
+    DEVICE float* factors() const { return reinterpret_cast<float*>(at + L::FACTORS); }
+    DEVICE u8* products(int row) const { return at + L::PRODUCTS_AT + row * L::PRODUCTS; }
+    DEVICE u8* values(int column) const { return products(n + 1) + column * L::STRIDE; }
 
-    // Rows 0 .. n - 1; `row_of(i)` gives a function (column, float (&v)[4]) for row i. All lanes of the warp, eight columns each.
+    // Rows 0 .. n - 1; `row_of(i)` gives a function (column, float* four) for row i. All lanes of the warp, eight columns each.
     // BY_PRODUCT, BY_BLOCK: which sums somebody needs.
     template <bool BY_PRODUCT, bool BY_BLOCK, class RowOf>
     DEVICE void put(int lane, RowOf row_of) const {
+        if (BY_PRODUCT && lane < L::PRODUCTS / 4) reinterpret_cast<u32*>(products(n))[lane] = 0;
         for (int row = 0; row < n; row++) {
             const auto fetch = row_of(row);
+            float v[TURNS][8];
+            u32 most = 0;
 #pragma unroll
-            for (int eight = lane; eight - lane < UK / 8; eight += LANES) {
-                const bool live = UK / 8 % LANES == 0 || eight < UK / 8;
-                float v[2][4] = {};
-                if (live) {
-                    fetch(8 * eight, v[0]);
-                    fetch(8 * eight + 4, v[1]);
+            for (int turn = 0; turn < TURNS; turn++) {
+                const int eight = lane + turn * LANES;
+                if (EIGHTS % LANES == 0 || eight < EIGHTS) {
+                    fetch(8 * eight, v[turn]);
+                    fetch(8 * eight + 4, v[turn] + 4);
+                } else {
+#pragma unroll
+                    for (int i = 0; i < 8; i++) v[turn][i] = 0.0f;
                 }
 #pragma unroll
-                for (int part = 0; part < 2; part++) {
-                    const uint2 a = pack_four(v[0]), b = pack_four(v[1]);
-                    const int column = column_of(part, row, n);
-                    if (live) *reinterpret_cast<uint4*>(values(column) + 16 * eight) = {a.x, a.y, b.x, b.y};
-                    if constexpr (BY_PRODUCT || BY_BLOCK) {
-                        float sum = sum_of(a) + sum_of(b);
-                        sum += shfl_xor(sum, 1);  // of 16
-                        const float other = shfl_xor(sum, 2);
-                        if (live && eight % 4 == 0) {
-                            if constexpr (BY_PRODUCT) put_products(products(column), eight / 4, sum, other);
-                            if constexpr (BY_BLOCK) {
-                                const int place = n > 4 ? 8 * part + row : 4 * part + row;
-                                blocks()[eight / 4 * 16 + place] = sum + other;
-                            }
-                        }
-                    }
-                }
+                for (int i = 0; i < 8; i++) most = max(most, as_u32(v[turn][i]) & 0x7FFFFFFFu);
             }
+#pragma unroll
+            for (int mask = 16; mask > 0; mask /= 2) most = max(most, shfl_xor(most, mask));
+            const u32 exponent = max(most >> 23, 30u);  // of what is smaller nothing is left
+            const float one = as_float((275 - exponent) << 23), scale = as_float((exponent - 21) << 23);
+            if (lane < PLANES) {
+                const float byte = lane == 0 ? 1.0f : lane == 1 ? 256.0f : 65536.0f;
+                factors()[PLANES * row + lane] = exponent == 255 ? as_float(0x7FC00000u) : scale * byte;
+            }
+#pragma unroll
+            for (int turn = 0; turn < TURNS; turn++) put_eight<BY_PRODUCT, BY_BLOCK>(v[turn], one, row, lane + turn * LANES);
         }
         sync_warp();
     }
 
+    // Eight columns of a row; `one`: what makes integers of them.
+    template <bool BY_PRODUCT, bool BY_BLOCK>
+    DEVICE void put_eight(const float* v, float one, int row, int eight) const {
+        const bool live = EIGHTS % LANES == 0 || eight < EIGHTS;
+        u32 words[8], bytes[PLANES][2], sum = 0;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const u32 bits = as_u32(fmaf(v[i], one, MAGIC));
+            sum += bits;
+            words[i] = (bits + (0x808080u - MAGIC_BITS)) ^ 0x808080u;
+        }
+        sum -= 8 * MAGIC_BITS;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const u32* w = words + 4 * half;
+            const u32 low = prmt(w[0], w[1], 0x5140), high = prmt(w[2], w[3], 0x5140);
+            bytes[0][half] = prmt(low, high, 0x5410);
+            bytes[1][half] = prmt(low, high, 0x7632);
+            bytes[2][half] = prmt(prmt(w[0], w[1], 0x0062), prmt(w[2], w[3], 0x0062), 0x5410);
+        }
+        if (live) {
+#pragma unroll
+            for (int plane = 0; plane < PLANES; plane++)
+                *reinterpret_cast<uint2*>(values(PLANES * row + plane) + 8 * eight) = {bytes[plane][0], bytes[plane][1]};
+        }
+        if constexpr (BY_PRODUCT || BY_BLOCK) {
+            sum += shfl_xor(sum, 1);  // of 16
+            const u32 other = shfl_xor(sum, 2);
+            if (live && eight % 4 == 0) {
+                if constexpr (BY_PRODUCT && UK == 256) put_products(products(row), eight / 4, sum, other);
+                if constexpr (BY_BLOCK) {
+                    float* block = blocks() + eight / 4 * MOST_COLUMNS + PLANES * row;
+                    block[0] = static_cast<float>(static_cast<i32>(sum + other));
+                    block[1] = block[2] = 0.0f;
+                }
+            }
+        }
+    }
+
     // The pair of sums of 16 with this number, in three terms.
-    DEVICE static void put_products(u8* products, int pair, float first, float second) {
-        if (UK != 256) return;  // types that need them have blocks of 256
+    DEVICE static void put_products(u8* products, int pair, u32 first, u32 second) {
+        float a = static_cast<float>(static_cast<i32>(first)), b = static_cast<float>(static_cast<i32>(second));
 #pragma unroll
         for (int term = 0; term < 3; term++) {
-            const u32 packed = pack_bf16(first, second);
+            const u32 packed = pack_bf16(a, b);
             *reinterpret_cast<u32*>(products + 32 * term + 8 * (pair % 4) + 4 * (pair / 4)) = packed;
-            first -= bf16_to_float(packed & 0xFFFF);
-            second -= bf16_to_float(packed >> 16);
+            a -= bf16_to_float(packed & 0xFFFF);
+            b -= bf16_to_float(packed >> 16);
         }
     }
 };
 
-// How a lane reads one set of columns: from its column on, and f32 sums of its two columns of the result.
-struct FromShared {
+// How a lane reads one set of columns: bytes of its column g, and what belongs to its two columns of the result.
+struct Columns {
     const u8 *values, *products;
-    const float* blocks;
-    DEVICE uint4 load_16(int at) const { return *reinterpret_cast<const uint4*>(values + at); }
-    DEVICE uint2 load_8(int at) const { return *reinterpret_cast<const uint2*>(values + at); }
-    DEVICE uint2 product(int at) const { return *reinterpret_cast<const uint2*>(products + at); }
-    DEVICE float2 block(int i) const { return *reinterpret_cast<const float2*>(blocks + 16 * i); }
+    const float *blocks, *factors;
+    // The lane's eight columns of the 32 from 32 s on, 8 t .. or 4 t .. and 16 + 4 t ..
+    template <bool HALVES>
+    DEVICE uint2 eight(int s) const {
+        if constexpr (HALVES) {
+            const u32* at = reinterpret_cast<const u32*>(values + 32 * s);
+            return {at[0], at[4]};
+        } else {
+            return *reinterpret_cast<const uint2*>(values + 32 * s);
+        }
+    }
+    DEVICE uint2 product(int term) const { return *reinterpret_cast<const uint2*>(products + 32 * term); }
+    DEVICE float2 block(int i) const { return *reinterpret_cast<const float2*>(blocks + MOST_COLUMNS * i); }
+    DEVICE float2 factor() const { return *reinterpret_cast<const float2*>(factors); }
 };
-// The column that lane g of a set reads: of the parts and rows there are, the one in its place, or any.
-template <int SETS>
-DEVICE int lane_column(int set, int g, int n) {
-    const int row = SETS == 1 ? g % 4 : g, part = SETS == 1 ? g / 4 : set;
-    return column_of(part, row < n ? row : n - 1, n);
-}
 
 template <int KIND, int UK, int SETS>
-DEVICE void lane_view(FromShared (&x)[SETS], const Activations<UK>& activations, int g, int t) {
+DEVICE void lane_view(Columns (&x)[SETS], const Activations<UK>& activations, int g, int t) {
 #pragma unroll
     for (int set = 0; set < SETS; set++) {
-        const int column = lane_column<SETS>(set, g, activations.n);
-        x[set] = {activations.values(column) + (Block<KIND>::HALVES ? 8 : 16) * t, activations.products(column) + 8 * t,
-                  activations.blocks() + 8 * set + 2 * t};
+        const int place = 8 * set + g, column = place < PLANES * activations.n ? place : 0;  // others are nobody's
+        x[set] = {activations.values(column) + (Block<KIND>::HALVES ? 4 : 8) * t,
+                  activations.products(column % PLANES == 0 ? column / PLANES : activations.n) + 8 * t,
+                  activations.blocks() + 8 * set + 2 * t, activations.factors() + 8 * set + 2 * t};
     }
 }
 
@@ -143,48 +177,71 @@ DEVICE void add_scaled(float (&total)[4], const float (&acc)[4], float low, floa
     total[2] = fmaf(acc[2], high, total[2]);
     total[3] = fmaf(acc[3], high, total[3]);
 }
+DEVICE void add_scaled(i32 (&total)[4], const i32 (&acc)[4], i32 low, i32 high) {
+    total[0] += acc[0] * low;
+    total[1] += acc[1] * low;
+    total[2] += acc[2] * high;
+    total[3] += acc[3] * high;
+}
 
-// total += sum over the unit of scale * (codes times columns), with what SUMS_BY_BLOCK adds; S: the next 32 columns.
-template <int KIND, int UK, int SETS, class X, int S = 0>
-DEVICE void add_codes(float (&total)[SETS][4], const Block<KIND>& low, const Block<KIND>& high, const X (&x)[SETS]) {
+// total += sum over the unit of integer scale * (codes times columns), all exact (below 2^29); S: the next 32 columns.
+template <int KIND, int UK, int SETS, int S = 0>
+DEVICE void add_integers(i32 (&total)[SETS][4], const Block<KIND>& low, const Block<KIND>& high, const Columns (&x)[SETS]) {
     if constexpr (S < UK / 32) {
         using B = Block<KIND>;
-        u32 a[4], b[4];
+        u32 a[2], b[2];
         low.template codes<S>(a);
         high.template codes<S>(b);
-        const u32 first[4] = {a[0], b[0], a[1], b[1]}, second[4] = {a[2], b[2], a[3], b[3]};
-        const float low0 = low.template scale<S, 0>(), high0 = high.template scale<S, 0>();
+        const i32 low0 = low.template scale<S, 0>(), high0 = high.template scale<S, 0>();
 #pragma unroll
         for (int set = 0; set < SETS; set++) {
-            uint4 p;
-            if constexpr (B::HALVES) {
-                const uint2 u = x[set].load_8(64 * S), v = x[set].load_8(64 * S + 32);
-                p = {u.x, u.y, v.x, v.y};
-            } else {
-                p = x[set].load_16(64 * S);
-            }
-            float acc[4] = {};
-            mma_bf16(acc, first, p.x, p.y);
+            const uint2 columns = x[set].template eight<B::HALVES>(S);
+            i32 acc[4] = {};
             if constexpr (B::BY_16) {
-                float other[4] = {};
-                mma_bf16(other, second, p.z, p.w);
+                i32 other[4] = {};
+                mma_bytes_16(acc, a[0], b[0], columns.x);
+                mma_bytes_16(other, a[1], b[1], columns.y);
                 add_scaled(total[set], acc, low0, high0);
                 add_scaled(total[set], other, low.template scale<S, 1>(), high.template scale<S, 1>());
             } else {
-                mma_bf16(acc, second, p.z, p.w);
+                mma_bytes<B::SIGNED>(acc, {a[0], b[0], a[1], b[1]}, columns.x, columns.y);
                 add_scaled(total[set], acc, low0, high0);
             }
+        }
+        add_integers<KIND, UK, SETS, S + 1>(total, low, high, x);
+    }
+}
+
+// The same for blocks whose scales are f16, with what SUMS_BY_BLOCK adds.
+template <int KIND, int UK, int SETS, int S = 0>
+DEVICE void add_blocks(float (&total)[SETS][4], const Block<KIND>& low, const Block<KIND>& high, const Columns (&x)[SETS]) {
+    if constexpr (S < UK / 32) {
+        using B = Block<KIND>;
+        u32 a[2], b[2];
+        low.template codes<S>(a);
+        high.template codes<S>(b);
+        const float low0 = low.template scale<S, 0>(), high0 = high.template scale<S, 0>();
+#pragma unroll
+        for (int set = 0; set < SETS; set++) {
+            const uint2 columns = x[set].template eight<B::HALVES>(S);
+            const i32 magic = static_cast<i32>(MAGIC_BITS);
+            i32 acc[4] = {magic, magic, magic, magic};  // sums below 2^22 come out as floats above MAGIC
+            mma_bytes<B::SIGNED>(acc, {a[0], b[0], a[1], b[1]}, columns.x, columns.y);
+            float sums[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) sums[i] = as_float(static_cast<u32>(acc[i])) - MAGIC;
+            add_scaled(total[set], sums, low0, high0);
             if constexpr (B::SUMS == SUMS_BY_BLOCK) {
                 const float2 sum = x[set].block(S);
                 add_scaled(total[set], {sum.x, sum.y, sum.x, sum.y}, low.template shift<S>(), high.template shift<S>());
             }
         }
-        add_codes<KIND, UK, SETS, X, S + 1>(total, low, high, x);
+        add_blocks<KIND, UK, SETS, S + 1>(total, low, high, x);
     }
 }
 
-template <int KIND, int UK, int SETS, class X, int S = 0>
-DEVICE void add_floats(float (&total)[SETS][4], const Block<KIND>& low, const Block<KIND>& high, const X (&x)[SETS]) {
+template <int KIND, int UK, int SETS, int S = 0>
+DEVICE void add_floats(float (&total)[SETS][4], const Block<KIND>& low, const Block<KIND>& high, const Columns (&x)[SETS]) {
     if constexpr (S < UK / 32) {
         u32 a[4], b[4], a_rest[4], b_rest[4];
         low.template codes<S>(a, a_rest);
@@ -192,66 +249,75 @@ DEVICE void add_floats(float (&total)[SETS][4], const Block<KIND>& low, const Bl
         const u32 first[4] = {a[0], b[0], a[1], b[1]}, second[4] = {a[2], b[2], a[3], b[3]};
 #pragma unroll
         for (int set = 0; set < SETS; set++) {
-            const uint4 p = x[set].load_16(64 * S);
-            mma_bf16(total[set], first, p.x, p.y);
-            mma_bf16(total[set], second, p.z, p.w);
+            const uint2 columns = x[set].template eight<false>(S);
+            const u32 p[4] = {signed_pair(columns.x), signed_pair(columns.x >> 8), signed_pair(columns.y),
+                              signed_pair(columns.y >> 8)};
+            mma_bf16(total[set], first, p[0], p[1]);
+            mma_bf16(total[set], second, p[2], p[3]);
             if constexpr (Block<KIND>::TERMS == 2) {
                 const u32 first_rest[4] = {a_rest[0], b_rest[0], a_rest[1], b_rest[1]};
                 const u32 second_rest[4] = {a_rest[2], b_rest[2], a_rest[3], b_rest[3]};
-                mma_bf16(total[set], first_rest, p.x, p.y);
-                mma_bf16(total[set], second_rest, p.z, p.w);
+                mma_bf16(total[set], first_rest, p[0], p[1]);
+                mma_bf16(total[set], second_rest, p[2], p[3]);
             }
         }
-        add_floats<KIND, UK, SETS, X, S + 1>(total, low, high, x);
+        add_floats<KIND, UK, SETS, S + 1>(total, low, high, x);
     }
 }
 
 // Integers of both rows times the sums of 16.
-template <class X>
-DEVICE void sums_product(float (&acc)[4], const u32 (&a)[4], const X& x) {
+DEVICE void sums_product(float (&acc)[4], const u32 (&a)[4], const Columns& x) {
 #pragma unroll
     for (int term = 0; term < 3; term++) {
-        const uint2 b = x.product(32 * term);
+        const uint2 b = x.product(term);
         mma_bf16(acc, a, b.x, b.y);
     }
 }
 
 // total += the unit's rows (`low` is row g's block, `high` row g + 8's) times the columns that `x` reads.
-template <int KIND, int UK, int SETS, class X>
-DEVICE void multiply(float (&total)[SETS][4], Block<KIND>& low, Block<KIND>& high, const X (&x)[SETS], int t) {
+template <int KIND, int UK, int SETS>
+DEVICE void multiply(float (&total)[SETS][4], Block<KIND>& low, Block<KIND>& high, const Columns (&x)[SETS], int t) {
+    using B = Block<KIND>;
     low.prepare();
     high.prepare();
+    float unit[SETS][4] = {};
     if constexpr (is_float(KIND)) {
-        add_floats<KIND, UK, SETS>(total, low, high, x);
-    } else if constexpr (Block<KIND>::SUMS != SUMS_BY_PRODUCT) {
-        add_codes<KIND, UK, SETS>(total, low, high, x);
+        add_floats<KIND, UK, SETS>(unit, low, high, x);
+    } else if constexpr (B::SUMS != SUMS_BY_PRODUCT) {
+        add_blocks<KIND, UK, SETS>(unit, low, high, x);
     } else {
-        float unscaled[SETS][4] = {};
-        add_codes<KIND, UK, SETS>(unscaled, low, high, x);
-        u32 a[4], b[4];
-        low.scale_pairs(t, a[0], a[2]);
-        high.scale_pairs(t, a[1], a[3]);
+        i32 integers[SETS][4] = {};
+        add_integers<KIND, UK, SETS>(integers, low, high, x);
         const float d = low.block_scale(), e = high.block_scale();
-        float min = 0.0f, high_min = 0.0f;
-        if constexpr (Block<KIND>::HAS_MINIMA) {
-            low.min_pairs(t, b[0], b[2]);
-            high.min_pairs(t, b[1], b[3]);
-            min = -low.block_min();
-            high_min = -high.block_min();
-        }
 #pragma unroll
         for (int set = 0; set < SETS; set++) {
-            float of_scales[4] = {};
-            sums_product(of_scales, a, x[set]);
+            float sums[4];
 #pragma unroll
-            for (int i = 0; i < 4; i++) unscaled[set][i] = fmaf(-Block<KIND>::BIAS, of_scales[i], unscaled[set][i]);
-            add_scaled(total[set], unscaled[set], d, e);
-            if constexpr (Block<KIND>::HAS_MINIMA) {
+            for (int i = 0; i < 4; i++) sums[i] = static_cast<float>(integers[set][i]);
+            if constexpr (B::BIAS != 0) {
+                u32 a[4];
+                float of_scales[4] = {};
+                low.scale_pairs(t, a[0], a[2]);
+                high.scale_pairs(t, a[1], a[3]);
+                sums_product(of_scales, a, x[set]);
+                add_scaled(sums, of_scales, -B::BIAS, -B::BIAS);
+            }
+            add_scaled(unit[set], sums, d, e);
+            if constexpr (B::HAS_MINIMA) {
+                u32 a[4];
                 float of_minima[4] = {};
-                sums_product(of_minima, b, x[set]);
-                add_scaled(total[set], of_minima, min, high_min);
+                low.min_pairs(t, a[0], a[2]);
+                high.min_pairs(t, a[1], a[3]);
+                sums_product(of_minima, a, x[set]);
+                add_scaled(unit[set], of_minima, -low.block_min(), -high.block_min());
             }
         }
+    }
+#pragma unroll
+    for (int set = 0; set < SETS; set++) {
+        const float2 factor = x[set].factor();
+#pragma unroll
+        for (int i = 0; i < 4; i++) total[set][i] = fmaf(unit[set][i], i % 2 == 0 ? factor.x : factor.y, total[set][i]);
     }
 }
 
@@ -302,9 +368,8 @@ DEVICE void put_sums(float* red, const float (&total)[SETS][4], int g, int t) {
         of[RED_COLUMN + 8] = total[set][3];
     }
 }
-// An activation's sum in one warp's part of them: of its two columns.
-template <int SETS>
+// An activation's sum in one warp's part of them: of its three columns.
 DEVICE float sum_at(const float* red, int activation, int row) {
-    const float* of = red + activation * RED_COLUMN + row;
-    return of[0] + of[SETS == 1 ? 4 * RED_COLUMN : RED];
+    const float* of = red + PLANES * activation * RED_COLUMN + row;
+    return (of[2 * RED_COLUMN] + of[RED_COLUMN]) + of[0];
 }

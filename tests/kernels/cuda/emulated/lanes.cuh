@@ -107,6 +107,40 @@ DEVICE void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     memcpy(c, &warp.out[self][0], 16);
 }
 
+// Columns a[r][k], b[g][k] of bytes; `words` of a row and of a column in a lane's registers, 16 columns apart.
+template <bool SIGNED, int WORDS> void bytes_product(const char* what, i32 (&c)[4], const u32* a, const u32* b) {
+    int self = emulated::block.current % 32;
+    emulated::Warp& warp = emulated::block.warps[emulated::block.current / 32];
+    memcpy(&warp.in[self][0], a, 8 * WORDS);
+    memcpy(&warp.in[self][4], b, 4 * WORDS);
+    memcpy(&warp.in[self][6], c, 16);
+    emulated::meet_warp(what, [](emulated::Warp& w) {
+        for (int lane = 0; lane < 32; lane++)
+            for (int i = 0; i < 4; i++) {
+                int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+                i64 sum = static_cast<i32>(w.in[lane][6 + i]);
+                for (int word = 0; word < WORDS; word++)
+                    for (int t = 0; t < 4; t++) {
+                        u32 left = w.in[row % 8 * 4 + t][2 * word + row / 8], right = w.in[column * 4 + t][4 + word];
+                        for (int k = 0; k < 4; k++) {
+                            u8 byte = left >> (8 * k) & 255;
+                            sum += (SIGNED ? static_cast<i8>(byte) : byte) * static_cast<i8>(right >> (8 * k) & 255);
+                        }
+                    }
+                w.out[lane][i] = static_cast<u32>(sum);
+            }
+    });
+    memcpy(c, &warp.out[self][0], 16);
+}
+template <bool SIGNED> DEVICE void mma_bytes(i32 (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    const u32 b[2] = {b0, b1};
+    bytes_product<SIGNED, 2>("mma_bytes", c, a, b);
+}
+DEVICE void mma_bytes_16(i32 (&c)[4], u32 low, u32 high, u32 b) {
+    const u32 a[2] = {low, high};
+    bytes_product<false, 1>("mma_bytes_16", c, a, &b);
+}
+
 template <class T> T loaded(const void* from, const char* what) {
     if (reinterpret_cast<uintptr_t>(from) % sizeof(T)) emulated::fail("%s from %p, which is not aligned", what, from);
     T value;
