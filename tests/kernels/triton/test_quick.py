@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton import knobs
@@ -19,7 +20,7 @@ from makeway.kernels.triton import quick as module
 from makeway.kernels.triton.quick import Quick, kind_of, quick
 
 
-def kernel(x, n, scale, out, BLOCK, FAST):
+def kernel(x, n, scale, out, BLOCK: tl.constexpr, FAST: tl.constexpr):
     pass
 
 
@@ -69,6 +70,12 @@ def test_a_kernel_that_is_still_being_compiled_is_asked_for_again(launches):
     for _ in range(2):
         quick_kernel[(1,)](x, 16, 1.0, x, BLOCK=16, FAST=False)
     assert len(launches.asked) == 2
+
+
+def test_what_varies_is_not_taken_for_a_constant(launches):
+    x = torch.zeros(16)
+    with pytest.raises(AssertionError, match="what varies goes by place"):
+        made()[(1,)](x, 16, 1.0, out=x, BLOCK=16, FAST=False)
 
 
 def test_a_profiler_sees_every_launch(launches, monkeypatch):

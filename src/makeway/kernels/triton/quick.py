@@ -54,8 +54,9 @@ class Quick:
         if known is None or knobs.runtime.launch_enter_hook.calls:  # a profiler wants what Triton tells
             compiled = self.jit[grid](*arguments, **constants)
             if getattr(compiled, "function", None) is not None:  # else it is still being compiled
-                names = self.jit.arg_names[len(arguments) :]
-                self._known[key] = (compiled, tuple(constants[name] for name in names))
+                rest = self.jit.params[len(arguments) :]
+                assert all(parameter.is_constexpr for parameter in rest), f"{self.__name__}: what varies goes by place"
+                self._known[key] = (compiled, tuple(constants[parameter.name] for parameter in rest))
             return
         compiled, rest = known
         x, y, z = (*grid, 1, 1)[:3]
