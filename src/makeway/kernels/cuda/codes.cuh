@@ -6,7 +6,9 @@
 #pragma once
 #include "lanes.cuh"
 
-enum Kind : int { F32 = 0, F16 = 1, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, BF16 = 30 };  // as in GGUF
+enum Kind : int {  // as in GGUF
+    F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, BF16 = 30
+};
 
 // How the sums of activations come in, for what is added to a code (see product.cuh).
 enum Sums : int { NO_SUMS = 0, SUMS_BY_BLOCK = 1, SUMS_BY_PRODUCT = 2 };
@@ -193,10 +195,12 @@ struct Block<Q8_0> {
     }
 };
 
-template <>
-struct Block<Q5_1> {
+// Blocks of 32 whose low nibbles are the first 16 columns and whose high ones the others; QS: where they begin; QH: where the fifth
+// bits do, if there are any. They begin at even addresses.
+template <int SIZE, int QS, int QH = -1>
+struct NibbleBlock {
     static constexpr bool IS_SHARED = true, HALVES = true, BY_16 = false, SIGNED = false;
-    static constexpr int COLUMNS = 32, BYTES = 24, SUMS = SUMS_BY_BLOCK;
+    static constexpr int COLUMNS = 32, BYTES = SIZE, SUMS = SUMS_BY_BLOCK;
     const u8* row;
     int t;
 
@@ -205,24 +209,60 @@ struct Block<Q5_1> {
         t = lane_t;
     }
     DEVICE void prepare() {}
+    DEVICE static u32 word(const u8* at) {
+        return SIZE % 4 == 0 && QS % 4 == 0 ? *reinterpret_cast<const u32*>(at) : shared_word(at);
+    }
     DEVICE static u32 spread(u32 bits) {  // four bits, each to bit 4 of its byte
         return (bits & 0xF) * 0x02040810u & 0x10101010u;
     }
     template <int s>
     DEVICE void codes(u32 (&out)[2]) const {
         const u8* at = row + BYTES * s;
-        const u32 word = *reinterpret_cast<const u32*>(at + 8 + 4 * t);
-        const u32 fifth = *reinterpret_cast<const u32*>(at + 4) >> (4 * t);
-        out[0] = and_or(word, NIBBLES, spread(fifth));
-        out[1] = and_or(word >> 4, NIBBLES, spread(fifth >> 16));
+        const u32 nibbles = word(at + QS + 4 * t);
+        out[0] = nibbles & NIBBLES;
+        out[1] = (nibbles >> 4) & NIBBLES;
+        if constexpr (QH >= 0) {
+            const u32 fifth = word(at + QH) >> (4 * t);
+            out[0] |= spread(fifth);
+            out[1] |= spread(fifth >> 16);
+        }
     }
     template <int s, int half>
     DEVICE float scale() const {
         return half_to_float(*reinterpret_cast<const u16*>(row + BYTES * s));
     }
     template <int s>
-    DEVICE float shift() const {
+    DEVICE float minimum() const {
         return half_to_float(*reinterpret_cast<const u16*>(row + BYTES * s + 2));
+    }
+};
+
+template <>
+struct Block<Q4_0> : NibbleBlock<18, 2> {
+    template <int s>
+    DEVICE float shift() const {
+        return -8.0f * scale<s, 0>();
+    }
+};
+template <>
+struct Block<Q4_1> : NibbleBlock<20, 4> {
+    template <int s>
+    DEVICE float shift() const {
+        return minimum<s>();
+    }
+};
+template <>
+struct Block<Q5_0> : NibbleBlock<22, 6, 2> {
+    template <int s>
+    DEVICE float shift() const {
+        return -16.0f * scale<s, 0>();
+    }
+};
+template <>
+struct Block<Q5_1> : NibbleBlock<24, 8, 4> {
+    template <int s>
+    DEVICE float shift() const {
+        return minimum<s>();
     }
 };
 

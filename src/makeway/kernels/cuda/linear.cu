@@ -126,7 +126,7 @@ DEVICE void run_tiles(const Matrix& m, const Split& split, const V& values, int 
     wait_for_previous();
     let_next_start();
     if (works) {
-        constexpr bool BY_PRODUCT = KINDS & (1u << Q4_K | 1u << Q5_K | 1u << Q6_K), BY_BLOCK = KINDS & (1u << Q5_1);
+        constexpr bool BY_PRODUCT = KINDS & (1u << Q4_K | 1u << Q5_K | 1u << Q6_K), BY_BLOCK = KINDS & (1u << Q4_0 | 1u << Q4_1 | 1u << Q5_0 | 1u << Q5_1);
         activations.template put<BY_PRODUCT, BY_BLOCK>(lane, [&](int i) { return values.row(i, unit * UK); });
     }
     Columns x[SETS];
@@ -165,6 +165,9 @@ DEVICE void run_kind(const Matrix& m, const Split& split, const V& values, int t
     MAKEWAY_RUN(F16);
     MAKEWAY_RUN(BF16);
     MAKEWAY_RUN(Q8_0);
+    MAKEWAY_RUN(Q4_0);
+    MAKEWAY_RUN(Q4_1);
+    MAKEWAY_RUN(Q5_0);
     MAKEWAY_RUN(Q5_1);
     MAKEWAY_RUN(Q4_K);
     MAKEWAY_RUN(Q5_K);

@@ -18,9 +18,10 @@ from makeway.kernels.cuda.programs import Programs
 from makeway.kernels.weight import Weight
 
 SOURCE = Path(__file__).parent / "linear.cu"
-KINDS = tuple(GGMLType[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"))
-FLOAT_KINDS = KINDS[:3]
-SHARED_KINDS = (GGMLType.Q8_0, GGMLType.Q5_1, GGMLType.Q6_K)  # copied to shared memory before they are unpacked
+FLOAT_KINDS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
+SHARED_KINDS = tuple(GGMLType[name] for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q6_K"))
+"""Copied to shared memory before they are unpacked."""
+KINDS = (*FLOAT_KINDS, *SHARED_KINDS, GGMLType.Q4_K, GGMLType.Q5_K)
 MAX_ROWS = 8
 MAX_SHARED = 99 << 10  # bytes of a block on sm_86
 TOGETHER = 4  # matrices of a launch
