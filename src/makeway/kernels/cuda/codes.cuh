@@ -7,7 +7,8 @@
 #include "lanes.cuh"
 
 enum Kind : int {  // as in GGUF
-    F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, BF16 = 30
+    F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13,
+    Q6_K = 14, IQ4_NL = 20, IQ4_XS = 23, BF16 = 30, MXFP4 = 39
 };
 
 // How the sums of activations come in, for what is added to a code (see product.cuh).
@@ -33,6 +34,9 @@ DEVICE u32 twice_bf16(u32 byte, float less = TWO_23) {
     const u32 bits = as_u32(as_float(byte | 0x4B000000u) - less);
     return prmt(bits, bits, 0x3232);
 }
+DEVICE u32 bf16_pair(u32 low_byte, u32 high_byte, float less = TWO_23) {
+    return prmt(twice_bf16(low_byte, less), twice_bf16(high_byte, less), 0x5410);
+}
 // Bytes 0 and 2 of a word of signed ones as bf16: 128 + (low seven bits), minus 128 or, where the sign is set, 256.
 DEVICE u32 signed_pair(u32 word) {
     return sub_bf16(and_or(word, in_register(0x007F007F), BASE), and_or(word, in_register(0x00800080), BASE));
@@ -42,14 +46,14 @@ DEVICE u32 signed_pair(u32 word) {
 //   IS_SHARED: fields are read from a copy of the row's bytes in shared memory, else from global memory into registers
 //   HALVES: the lane's columns are 4 t .. 4 t + 3 of either half: codes[0] of the first, codes[1] of the second
 //   BY_16: a scale for each half
-//   scale<s, half>(): what the codes' products are multiplied by: an integer, and then block_scale(), or all of it
+//   scale<s, half>(): what the codes' products are multiplied by: IN_INTEGERS an integer, and then block_scale(), else all of it
 template <int KIND>
 struct Block;
 
 // Scales and minima of a Q4_K or Q5_K block: eight of 6 bits each, in 12 bytes, over two halves.
 struct SuperBlock {
     static constexpr bool IS_SHARED = false, HALVES = false, BY_16 = false, HAS_MINIMA = true;
-    static constexpr bool SIGNED = false;
+    static constexpr bool SIGNED = false, IN_INTEGERS = true;
     static constexpr int COLUMNS = 256, SUMS = SUMS_BY_PRODUCT, BIAS = 0;
     u32 both, scales[2], minima[2];
 
@@ -131,6 +135,7 @@ DEVICE u32 shared_word(const u8* at) {
 template <>
 struct Block<Q6_K> {
     static constexpr bool IS_SHARED = true, HALVES = true, BY_16 = true, HAS_MINIMA = false, SIGNED = false;
+    static constexpr bool IN_INTEGERS = true;
     static constexpr int COLUMNS = 256, BYTES = 210, SUMS = SUMS_BY_PRODUCT, BIAS = 32;
     const u8* row;
     u32 scales[4];
@@ -155,7 +160,7 @@ struct Block<Q6_K> {
     }
     DEVICE static u32 pair(const u8* at) {
         const u32 two = *reinterpret_cast<const u16*>(at) ^ 0x8080u;
-        return prmt(twice_bf16(two & 0xFF, TWO_23 + 128.0f), twice_bf16(two >> 8, TWO_23 + 128.0f), 0x5410);
+        return bf16_pair(two & 0xFF, two >> 8, TWO_23 + 128.0f);
     }
     template <int s>
     DEVICE void codes(u32 (&out)[2]) const {
@@ -172,9 +177,10 @@ struct Block<Q6_K> {
 };
 
 template <>
-struct Block<Q8_0> {
-    static constexpr bool IS_SHARED = true, HALVES = false, BY_16 = false, SIGNED = true;
-    static constexpr int COLUMNS = 32, BYTES = 34, SUMS = NO_SUMS;
+struct Block<Q2_K> {
+    static constexpr bool IS_SHARED = true, HALVES = true, BY_16 = true, HAS_MINIMA = true, SIGNED = false;
+    static constexpr bool IN_INTEGERS = true;
+    static constexpr int COLUMNS = 256, BYTES = 84, SUMS = SUMS_BY_PRODUCT, BIAS = 0;
     const u8* row;
     int t;
 
@@ -183,134 +189,109 @@ struct Block<Q8_0> {
         t = lane_t;
     }
     DEVICE void prepare() {}
+    DEVICE float block_scale() const { return half_to_float(*reinterpret_cast<const u16*>(row + 80)); }
+    DEVICE float block_min() const { return half_to_float(*reinterpret_cast<const u16*>(row + 82)); }
+    template <int s, int half>
+    DEVICE i32 scale() const {
+        return row[2 * s + half] & 15;
+    }
+    DEVICE void min_pairs(int, u32& first, u32& second) const {
+        first = bf16_pair(row[2 * t] >> 4, row[2 * t + 1] >> 4);
+        second = bf16_pair(row[2 * t + 8] >> 4, row[2 * t + 9] >> 4);
+    }
     template <int s>
     DEVICE void codes(u32 (&out)[2]) const {
-        const u8* at = row + BYTES * s + 2 + 8 * t;
-        out[0] = shared_word(at);
-        out[1] = shared_word(at + 4);
-    }
-    template <int s, int half>
-    DEVICE float scale() const {
-        return half_to_float(*reinterpret_cast<const u16*>(row + BYTES * s));
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            out[i] = (*reinterpret_cast<const u32*>(row + 16 + 32 * (s / 4) + 16 * i + 4 * t) >> (2 * (s % 4))) & 0x03030303;
     }
 };
 
-// Blocks of 32 whose low nibbles are the first 16 columns and whose high ones the others; QS: where they begin; QH: where the fifth
-// bits do, if there are any. They begin at even addresses.
-template <int SIZE, int QS, int QH = -1>
-struct NibbleBlock {
-    static constexpr bool IS_SHARED = true, HALVES = true, BY_16 = false, SIGNED = false;
-    static constexpr int COLUMNS = 32, BYTES = SIZE, SUMS = SUMS_BY_BLOCK;
+template <>
+struct Block<Q3_K> {
+    static constexpr bool IS_SHARED = true, HALVES = true, BY_16 = true, HAS_MINIMA = false, SIGNED = false;
+    static constexpr bool IN_INTEGERS = true;
+    static constexpr int COLUMNS = 256, BYTES = 110, SUMS = SUMS_BY_PRODUCT, BIAS = 4;
     const u8* row;
+    u32 scales[4];
     int t;
 
     DEVICE void open(const u8* shared_row, int lane_t) {
         row = shared_row;
         t = lane_t;
     }
-    DEVICE void prepare() {}
-    DEVICE static u32 word(const u8* at) {
-        return SIZE % 4 == 0 && QS % 4 == 0 ? *reinterpret_cast<const u32*>(at) : shared_word(at);
+    DEVICE void prepare() {
+        const u32 low = shared_word(row + 96), high = shared_word(row + 100), top = shared_word(row + 104);
+        scales[0] = and_or(top << 4, 0x30303030, low & NIBBLES);
+        scales[1] = and_or(top << 2, 0x30303030, high & NIBBLES);
+        scales[2] = and_or(top, 0x30303030, (low >> 4) & NIBBLES);
+        scales[3] = and_or(top >> 2, 0x30303030, (high >> 4) & NIBBLES);
     }
-    DEVICE static u32 spread(u32 bits) {  // four bits, each to bit 4 of its byte
-        return (bits & 0xF) * 0x02040810u & 0x10101010u;
+    DEVICE float block_scale() const { return half_to_float(*reinterpret_cast<const u16*>(row + 108)); }
+    template <int s, int half>
+    DEVICE i32 scale() const {
+        return byte_of<2 * (s % 2) + half>(scales[s / 2]) - 32;
+    }
+    DEVICE void scale_pairs(int, u32& first, u32& second) const {
+        const u32 a = (t < 2 ? scales[0] : scales[1]) >> (16 * (t % 2));
+        const u32 b = (t < 2 ? scales[2] : scales[3]) >> (16 * (t % 2));
+        first = bf16_pair(a & 0xFF, (a >> 8) & 0xFF, TWO_23 + 32.0f);
+        second = bf16_pair(b & 0xFF, (b >> 8) & 0xFF, TWO_23 + 32.0f);
     }
     template <int s>
     DEVICE void codes(u32 (&out)[2]) const {
-        const u8* at = row + BYTES * s;
-        const u32 nibbles = word(at + QS + 4 * t);
-        out[0] = nibbles & NIBBLES;
-        out[1] = (nibbles >> 4) & NIBBLES;
-        if constexpr (QH >= 0) {
-            const u32 fifth = word(at + QH) >> (4 * t);
-            out[0] |= spread(fifth);
-            out[1] |= spread(fifth >> 16);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const u32 two = shared_word(row + 32 + 32 * (s / 4) + 16 * i + 4 * t) >> (2 * (s % 4));
+            const u32 mask = shared_word(row + 16 * i + 4 * t);
+            out[i] = and_or(s < 2 ? mask << (2 - s) : mask >> (s - 2), 0x04040404, two & 0x03030303);
         }
     }
-    template <int s, int half>
-    DEVICE float scale() const {
-        return half_to_float(*reinterpret_cast<const u16*>(row + BYTES * s));
-    }
-    template <int s>
-    DEVICE float minimum() const {
-        return half_to_float(*reinterpret_cast<const u16*>(row + BYTES * s + 2));
-    }
 };
 
-template <>
-struct Block<Q4_0> : NibbleBlock<18, 2> {
-    template <int s>
-    DEVICE float shift() const {
-        return -8.0f * scale<s, 0>();
-    }
-};
-template <>
-struct Block<Q4_1> : NibbleBlock<20, 4> {
-    template <int s>
-    DEVICE float shift() const {
-        return minimum<s>();
-    }
-};
-template <>
-struct Block<Q5_0> : NibbleBlock<22, 6, 2> {
-    template <int s>
-    DEVICE float shift() const {
-        return -16.0f * scale<s, 0>();
-    }
-};
-template <>
-struct Block<Q5_1> : NibbleBlock<24, 8, 4> {
-    template <int s>
-    DEVICE float shift() const {
-        return minimum<s>();
-    }
-};
+// A type whose four bits stand for one of 16 signed bytes (facts of the format: quants/codebook4.py).
+struct Table {
+    u32 words[4];
 
-// Matrices that are not quantised: a bf16 and, but for BF16, the rest of each value in another, read as they are needed; in
-// pairs (0, 2), (1, 3) of four columns, because that is how a word of an activation's bytes falls apart.
-template <int KIND>
-struct Floats {
-    static constexpr bool IS_SHARED = false, HALVES = false;
-    static constexpr int COLUMNS = 32, BYTES = KIND == F32 ? 128 : 64, TERMS = KIND == BF16 ? 1 : 2;
+    // The values of four codes, one in each byte.
+    DEVICE u32 of(u32 codes) const {
+        const u32 selector = prmt(codes | (codes >> 4), 0, 0x4420) & 0x7777;
+        const u32 low = prmt(words[0], words[1], selector), high = prmt(words[2], words[3], selector);
+        const u32 is_high = prmt(codes << 4, 0, 0xBA98);  // bit 3 of a code, in all bits of its byte
+        return (low & ~is_high) | (high & is_high);
+    }
+    // Nibbles of 32 columns as in NibbleBlock.
+    DEVICE void of_nibbles(u32 word, u32 (&out)[2]) const {
+        out[0] = of(word & NIBBLES);
+        out[1] = of((word >> 4) & NIBBLES);
+    }
+};
+DEVICE Table iq4() { return {{0xBFAD9881u, 0xF6EADDCFu, 0x26190D01u, 0x71594535u}}; }
+
+template <>
+struct Block<IQ4_XS> {
+    static constexpr bool IS_SHARED = true, HALVES = true, BY_16 = false, SIGNED = true, IN_INTEGERS = true;
+    static constexpr bool HAS_MINIMA = false;
+    static constexpr int COLUMNS = 256, BYTES = 136, SUMS = NO_SUMS, BIAS = 0;
     const u8* row;
+    u32 head, low_scales;
+    int t;
 
-    DEVICE void load(const u8* at, int t) { row = at + BYTES / 4 * t; }
-    DEVICE void prepare() {}
-    DEVICE static void in_two(const float (&v)[4], u32* out, u32* rest) {
-        out[0] = pack_bf16(v[0], v[2]);
-        out[1] = pack_bf16(v[1], v[3]);
-        rest[0] = pack_bf16(v[0] - bf16_to_float(out[0] & 0xFFFF), v[2] - bf16_to_float(out[0] >> 16));
-        rest[1] = pack_bf16(v[1] - bf16_to_float(out[1] & 0xFFFF), v[3] - bf16_to_float(out[1] >> 16));
+    DEVICE void open(const u8* shared_row, int lane_t) {
+        row = shared_row;
+        t = lane_t;
+    }
+    DEVICE void prepare() {
+        head = *reinterpret_cast<const u32*>(row);
+        low_scales = *reinterpret_cast<const u32*>(row + 4);
+    }
+    DEVICE float block_scale() const { return half_to_float(head & 0xFFFF); }
+    template <int s, int half>
+    DEVICE i32 scale() const {
+        return static_cast<i32>(((low_scales >> (4 * s)) & 15) | (((head >> (16 + 2 * s)) & 3) << 4)) - 32;
     }
     template <int s>
-    DEVICE void codes(u32 (&out)[4], u32 (&rest)[4]) const {
-        if constexpr (KIND == F32) {
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const uint4 w = load16(row + BYTES * s + 16 * i);
-                in_two({as_float(w.x), as_float(w.y), as_float(w.z), as_float(w.w)}, out + 2 * i, rest + 2 * i);
-            }
-        } else {
-            const uint4 w = load16(row + BYTES * s);
-            const u32 words[4] = {w.x, w.y, w.z, w.w};
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const u32 a = words[2 * i], b = words[2 * i + 1];
-                if constexpr (KIND == BF16) {
-                    out[2 * i] = prmt(a, b, 0x5410);
-                    out[2 * i + 1] = prmt(a, b, 0x7632);
-                } else {
-                    in_two({half_to_float(a & 0xFFFF), half_to_float(a >> 16), half_to_float(b & 0xFFFF),
-                            half_to_float(b >> 16)},
-                           out + 2 * i, rest + 2 * i);
-                }
-            }
-        }
+    DEVICE void codes(u32 (&out)[2]) const {
+        iq4().of_nibbles(*reinterpret_cast<const u32*>(row + 8 + 16 * s + 4 * t), out);
     }
 };
-template <>
-struct Block<F32> : Floats<F32> {};
-template <>
-struct Block<F16> : Floats<F16> {};
-template <>
-struct Block<BF16> : Floats<BF16> {};

@@ -95,7 +95,7 @@ DEVICE void finish_tile(const float* red, const Matrix& m, const Split& split, i
 }
 
 // Every `step`-th tile from `tile` on; the next one is fetched while the sums of the last are added.
-template <u32 KINDS, int KIND, int UK, int SETS, bool LOOPS, class V>
+template <u64 KINDS, int KIND, int UK, int SETS, bool LOOPS, class V>
 DEVICE void run_tiles(const Matrix& m, const Split& split, const V& values, int tile, int step, int place) {
     using B = Block<KIND>;
     constexpr int COPY = B::IS_SHARED ? Copy<KIND, UK>::SIZE : 0;
@@ -126,7 +126,9 @@ DEVICE void run_tiles(const Matrix& m, const Split& split, const V& values, int 
     wait_for_previous();
     let_next_start();
     if (works) {
-        constexpr bool BY_PRODUCT = KINDS & (1u << Q4_K | 1u << Q5_K | 1u << Q6_K), BY_BLOCK = KINDS & (1u << Q4_0 | 1u << Q4_1 | 1u << Q5_0 | 1u << Q5_1);
+        constexpr u64 of_product = 1u << Q2_K | 1u << Q3_K | 1u << Q4_K | 1u << Q5_K | 1u << Q6_K;
+        constexpr u64 of_block = 1u << Q4_0 | 1u << Q4_1 | 1u << Q5_0 | 1u << Q5_1;
+        constexpr bool BY_PRODUCT = (KINDS & of_product) != 0, BY_BLOCK = (KINDS & of_block) != 0;
         activations.template put<BY_PRODUCT, BY_BLOCK>(lane, [&](int i) { return values.row(i, unit * UK); });
     }
     Columns x[SETS];
@@ -156,7 +158,7 @@ DEVICE void run_tiles(const Matrix& m, const Split& split, const V& values, int 
     }
 }
 
-template <u32 KINDS, int UK, int SETS, bool LOOPS, class V>
+template <u64 KINDS, int UK, int SETS, bool LOOPS, class V>
 DEVICE void run_kind(const Matrix& m, const Split& split, const V& values, int tile, int step, int place) {
 #define MAKEWAY_RUN(KIND)                                                           \
     if constexpr ((KINDS >> KIND) & 1)                                              \
@@ -165,6 +167,11 @@ DEVICE void run_kind(const Matrix& m, const Split& split, const V& values, int t
     MAKEWAY_RUN(F16);
     MAKEWAY_RUN(BF16);
     MAKEWAY_RUN(Q8_0);
+    MAKEWAY_RUN(Q2_K);
+    MAKEWAY_RUN(Q3_K);
+    MAKEWAY_RUN(IQ4_NL);
+    MAKEWAY_RUN(MXFP4);
+    MAKEWAY_RUN(IQ4_XS);
     MAKEWAY_RUN(Q4_0);
     MAKEWAY_RUN(Q4_1);
     MAKEWAY_RUN(Q5_0);
@@ -178,7 +185,7 @@ DEVICE void run_kind(const Matrix& m, const Split& split, const V& values, int t
 // KINDS: a bit for each type among the matrices. SETS: of columns. WARPS, BLOCKS: of a block, and
 // the fewest blocks that registers leave room for. A missing matrix has no rows. Grid: blocks of all matrices, the i-th's up to
 // end_i, of one tile each or, with LOOPS, of several; x blocks that share a tile's columns. A warp for each unit of a block.
-template <u32 KINDS, int UK, int PROLOGUE, int SETS, bool LOOPS, int WARPS, int BLOCKS>
+template <u64 KINDS, int UK, int PROLOGUE, int SETS, bool LOOPS, int WARPS, int BLOCKS>
 KERNEL(WARPS * 32, BLOCKS)
 linears_kernel(const float* x, const float* up, const float* gate, i32 x_stride, i32 up_stride, float scale,
                const u8* raw0, const u8* raw1, const u8* raw2, const u8* raw3, float* out0, float* out1, float* out2,

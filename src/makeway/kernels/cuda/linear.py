@@ -19,7 +19,10 @@ from makeway.kernels.weight import Weight
 
 SOURCE = Path(__file__).parent / "linear.cu"
 FLOAT_KINDS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
-SHARED_KINDS = tuple(GGMLType[name] for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q6_K"))
+SHARED_KINDS = tuple(
+    GGMLType[name]
+    for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")
+)
 """Copied to shared memory before they are unpacked."""
 KINDS = (*FLOAT_KINDS, *SHARED_KINDS, GGMLType.Q4_K, GGMLType.Q5_K)
 MAX_ROWS = 8
@@ -125,7 +128,7 @@ def kernel_name(kinds: Sequence[GGMLType], how: Cut, *, prologue: int, n: int) -
     mask = sum(1 << int(kind) for kind in set(kinds))
     sets, loops = n_sets(n), how.turns > 1
     blocks = blocks_of(how.warps, sets=sets)
-    return f"linears_kernel<{mask}u, {how.unit}, {prologue}, {sets}, {str(loops).lower()}, {how.warps}, {blocks}>"
+    return f"linears_kernel<{mask}ull, {how.unit}, {prologue}, {sets}, {str(loops).lower()}, {how.warps}, {blocks}>"
 
 
 class Linears:

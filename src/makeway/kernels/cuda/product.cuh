@@ -8,7 +8,7 @@
 // in three bf16 and multiplied by the integer minima on the tensor cores, or of 32 each in f32.
 
 #pragma once
-#include "codes.cuh"
+#include "codes_32.cuh"
 
 constexpr int LANES = 32;
 constexpr int ROWS = 16;        // of a unit
@@ -283,7 +283,7 @@ DEVICE void multiply(float (&total)[SETS][4], Block<KIND>& low, Block<KIND>& hig
     float unit[SETS][4] = {};
     if constexpr (is_float(KIND)) {
         add_floats<KIND, UK, SETS>(unit, low, high, x);
-    } else if constexpr (B::SUMS != SUMS_BY_PRODUCT) {
+    } else if constexpr (!B::IN_INTEGERS) {
         add_blocks<KIND, UK, SETS>(unit, low, high, x);
     } else {
         i32 integers[SETS][4] = {};
