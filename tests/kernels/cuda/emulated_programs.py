@@ -11,20 +11,10 @@ def _program(source, name):
 
 
 class EmulatedPrograms:
-    """In the place of `makeway.kernels.cuda.programs.Programs`."""
+    """In the place of `makeway.kernels.cuda.programs.Programs`; the parameters' types are checked too."""
 
     def __init__(self, *, reverse=False):
         self.reverse = reverse
 
     def kernel(self, source, name, parameters):
-        return _Launch(_program(source, name), name, reverse=self.reverse)
-
-
-class _Launch:
-    def __init__(self, program, name, *, reverse):
-        self._program, self._name, self._reverse = program, name, reverse
-
-    def launch(self, grid, threads, shared_bytes, arguments, *, overlaps_previous=False):
-        self._program.run(
-            self._name, grid, threads, shared_bytes=shared_bytes, arguments=arguments, reverse=self._reverse
-        )
+        return _program(source, name).kernel(name, parameters, reverse=self.reverse)
