@@ -132,24 +132,32 @@ DEVICE u32 shared_word(const u8* at) {
     return prmt(*reinterpret_cast<const u16*>(at), *reinterpret_cast<const u16*>(at + 2), 0x5410);
 }
 
-template <>
-struct Block<Q6_K> {
-    static constexpr bool IS_SHARED = true, HALVES = true, BY_16 = true, HAS_MINIMA = false, SIGNED = false;
-    static constexpr bool IN_INTEGERS = true;
-    static constexpr int COLUMNS = 256, BYTES = 210, SUMS = SUMS_BY_PRODUCT, BIAS = 32;
+// A row that is read from a copy of its bytes.
+struct SharedRow {
+    static constexpr bool IS_SHARED = true;
     const u8* row;
-    u32 scales[4];
     int t;
 
     DEVICE void open(const u8* shared_row, int lane_t) {
         row = shared_row;
         t = lane_t;
     }
+    DEVICE void prepare() {}
+    DEVICE float half_at(int at) const { return half_to_float(*reinterpret_cast<const u16*>(row + at)); }
+};
+
+template <>
+struct Block<Q6_K> : SharedRow {
+    static constexpr bool HALVES = true, BY_16 = true, HAS_MINIMA = false, SIGNED = false;
+    static constexpr bool IN_INTEGERS = true;
+    static constexpr int COLUMNS = 256, BYTES = 210, SUMS = SUMS_BY_PRODUCT, BIAS = 32;
+    u32 scales[4];
+
     DEVICE void prepare() {
 #pragma unroll
         for (int i = 0; i < 4; i++) scales[i] = shared_word(row + 192 + 4 * i);
     }
-    DEVICE float block_scale() const { return half_to_float(*reinterpret_cast<const u16*>(row + 208)); }
+    DEVICE float block_scale() const { return half_at(208); }
     template <int s, int half>
     DEVICE i32 scale() const {
         return signed_byte_of<2 * (s % 2) + half>(scales[s / 2]);
@@ -177,20 +185,12 @@ struct Block<Q6_K> {
 };
 
 template <>
-struct Block<Q2_K> {
-    static constexpr bool IS_SHARED = true, HALVES = true, BY_16 = true, HAS_MINIMA = true, SIGNED = false;
+struct Block<Q2_K> : SharedRow {
+    static constexpr bool HALVES = true, BY_16 = true, HAS_MINIMA = true, SIGNED = false;
     static constexpr bool IN_INTEGERS = true;
     static constexpr int COLUMNS = 256, BYTES = 84, SUMS = SUMS_BY_PRODUCT, BIAS = 0;
-    const u8* row;
-    int t;
-
-    DEVICE void open(const u8* shared_row, int lane_t) {
-        row = shared_row;
-        t = lane_t;
-    }
-    DEVICE void prepare() {}
-    DEVICE float block_scale() const { return half_to_float(*reinterpret_cast<const u16*>(row + 80)); }
-    DEVICE float block_min() const { return half_to_float(*reinterpret_cast<const u16*>(row + 82)); }
+    DEVICE float block_scale() const { return half_at(80); }
+    DEVICE float block_min() const { return half_at(82); }
     template <int s, int half>
     DEVICE i32 scale() const {
         return row[2 * s + half] & 15;
@@ -208,18 +208,12 @@ struct Block<Q2_K> {
 };
 
 template <>
-struct Block<Q3_K> {
-    static constexpr bool IS_SHARED = true, HALVES = true, BY_16 = true, HAS_MINIMA = false, SIGNED = false;
+struct Block<Q3_K> : SharedRow {
+    static constexpr bool HALVES = true, BY_16 = true, HAS_MINIMA = false, SIGNED = false;
     static constexpr bool IN_INTEGERS = true;
     static constexpr int COLUMNS = 256, BYTES = 110, SUMS = SUMS_BY_PRODUCT, BIAS = 4;
-    const u8* row;
     u32 scales[4];
-    int t;
 
-    DEVICE void open(const u8* shared_row, int lane_t) {
-        row = shared_row;
-        t = lane_t;
-    }
     DEVICE void prepare() {
         const u32 low = shared_word(row + 96), high = shared_word(row + 100), top = shared_word(row + 104);
         scales[0] = and_or(top << 4, 0x30303030, low & NIBBLES);
@@ -227,7 +221,7 @@ struct Block<Q3_K> {
         scales[2] = and_or(top, 0x30303030, (low >> 4) & NIBBLES);
         scales[3] = and_or(top >> 2, 0x30303030, (high >> 4) & NIBBLES);
     }
-    DEVICE float block_scale() const { return half_to_float(*reinterpret_cast<const u16*>(row + 108)); }
+    DEVICE float block_scale() const { return half_at(108); }
     template <int s, int half>
     DEVICE i32 scale() const {
         return byte_of<2 * (s % 2) + half>(scales[s / 2]) - 32;
@@ -269,18 +263,12 @@ struct Table {
 DEVICE Table iq4() { return {{0xBFAD9881u, 0xF6EADDCFu, 0x26190D01u, 0x71594535u}}; }
 
 template <>
-struct Block<IQ4_XS> {
-    static constexpr bool IS_SHARED = true, HALVES = true, BY_16 = false, SIGNED = true, IN_INTEGERS = true;
+struct Block<IQ4_XS> : SharedRow {
+    static constexpr bool HALVES = true, BY_16 = false, SIGNED = true, IN_INTEGERS = true;
     static constexpr bool HAS_MINIMA = false;
     static constexpr int COLUMNS = 256, BYTES = 136, SUMS = NO_SUMS, BIAS = 0;
-    const u8* row;
     u32 head, low_scales;
-    int t;
 
-    DEVICE void open(const u8* shared_row, int lane_t) {
-        row = shared_row;
-        t = lane_t;
-    }
     DEVICE void prepare() {
         head = *reinterpret_cast<const u32*>(row);
         low_scales = *reinterpret_cast<const u32*>(row + 4);

@@ -4,17 +4,9 @@
 #include "codes.cuh"
 
 template <>
-struct Block<Q8_0> {
-    static constexpr bool IS_SHARED = true, HALVES = false, BY_16 = false, SIGNED = true, IN_INTEGERS = false;
+struct Block<Q8_0> : SharedRow {
+    static constexpr bool HALVES = false, BY_16 = false, SIGNED = true, IN_INTEGERS = false;
     static constexpr int COLUMNS = 32, BYTES = 34, SUMS = NO_SUMS;
-    const u8* row;
-    int t;
-
-    DEVICE void open(const u8* shared_row, int lane_t) {
-        row = shared_row;
-        t = lane_t;
-    }
-    DEVICE void prepare() {}
     template <int s>
     DEVICE void codes(u32 (&out)[2]) const {
         const u8* at = row + BYTES * s + 2 + 8 * t;
@@ -23,24 +15,16 @@ struct Block<Q8_0> {
     }
     template <int s, int half>
     DEVICE float scale() const {
-        return half_to_float(*reinterpret_cast<const u16*>(row + BYTES * s));
+        return half_at(BYTES * s);
     }
 };
 
 // Blocks of 32 whose low nibbles are the first 16 columns and whose high ones the others; QS: where they begin; QH: where the fifth
 // bits do, if there are any. They begin at even addresses.
 template <int SIZE, int QS, int QH = -1>
-struct NibbleBlock {
-    static constexpr bool IS_SHARED = true, HALVES = true, BY_16 = false, SIGNED = false, IN_INTEGERS = false;
+struct NibbleBlock : SharedRow {
+    static constexpr bool HALVES = true, BY_16 = false, SIGNED = false, IN_INTEGERS = false;
     static constexpr int COLUMNS = 32, BYTES = SIZE, SUMS = SUMS_BY_BLOCK;
-    const u8* row;
-    int t;
-
-    DEVICE void open(const u8* shared_row, int lane_t) {
-        row = shared_row;
-        t = lane_t;
-    }
-    DEVICE void prepare() {}
     DEVICE static u32 word(const u8* at) {
         return SIZE % 4 == 0 && QS % 4 == 0 ? *reinterpret_cast<const u32*>(at) : shared_word(at);
     }
@@ -61,11 +45,11 @@ struct NibbleBlock {
     }
     template <int s, int half>
     DEVICE float scale() const {
-        return half_to_float(*reinterpret_cast<const u16*>(row + BYTES * s));
+        return half_at(BYTES * s);
     }
     template <int s>
     DEVICE float minimum() const {
-        return half_to_float(*reinterpret_cast<const u16*>(row + BYTES * s + 2));
+        return half_at(BYTES * s + 2);
     }
 };
 
@@ -101,39 +85,23 @@ struct Block<Q5_1> : NibbleBlock<24, 8, 4> {
 DEVICE Table e2m1_doubled() { return {{0x03020100u, 0x0C080604u, 0xFDFEFF00u, 0xF4F8FAFCu}}; }
 
 template <>
-struct Block<IQ4_NL> {
-    static constexpr bool IS_SHARED = true, HALVES = true, BY_16 = false, SIGNED = true, IN_INTEGERS = false;
+struct Block<IQ4_NL> : SharedRow {
+    static constexpr bool HALVES = true, BY_16 = false, SIGNED = true, IN_INTEGERS = false;
     static constexpr int COLUMNS = 32, BYTES = 18, SUMS = NO_SUMS;
-    const u8* row;
-    int t;
-
-    DEVICE void open(const u8* shared_row, int lane_t) {
-        row = shared_row;
-        t = lane_t;
-    }
-    DEVICE void prepare() {}
     template <int s>
     DEVICE void codes(u32 (&out)[2]) const {
         iq4().of_nibbles(shared_word(row + BYTES * s + 2 + 4 * t), out);
     }
     template <int s, int half>
     DEVICE float scale() const {
-        return half_to_float(*reinterpret_cast<const u16*>(row + BYTES * s));
+        return half_at(BYTES * s);
     }
 };
 
 template <>
-struct Block<MXFP4> {
-    static constexpr bool IS_SHARED = true, HALVES = true, BY_16 = false, SIGNED = true, IN_INTEGERS = false;
+struct Block<MXFP4> : SharedRow {
+    static constexpr bool HALVES = true, BY_16 = false, SIGNED = true, IN_INTEGERS = false;
     static constexpr int COLUMNS = 32, BYTES = 17, SUMS = NO_SUMS;
-    const u8* row;
-    int t;
-
-    DEVICE void open(const u8* shared_row, int lane_t) {
-        row = shared_row;
-        t = lane_t;
-    }
-    DEVICE void prepare() {}
     template <int s>
     DEVICE void codes(u32 (&out)[2]) const {  // a word at any address, from the two that it lies in
         const u8* at = row + BYTES * s + 1 + 4 * t;
