@@ -20,7 +20,6 @@ DEVICE int thread_x() { return threadIdx.x; }
 DEVICE int n_threads() { return blockDim.x; }
 DEVICE int block_x() { return blockIdx.x; }
 DEVICE int block_y() { return blockIdx.y; }
-DEVICE int block_z() { return blockIdx.z; }
 DEVICE int n_blocks_x() { return gridDim.x; }
 
 // The dynamic shared memory of the block, aligned to 16 bytes; kernels have no other.
@@ -72,12 +71,6 @@ DEVICE u32 load4(const void* from) { return __ldg(static_cast<const u32*>(from))
 DEVICE u32 load2(const void* from) { return __ldg(static_cast<const u16*>(from)); }
 
 // Loads that see what other blocks wrote before arrived_last(): past the first-level cache, not moved over a barrier.
-DEVICE uint4 load16_cg(const void* from) {
-    uint4 v;
-    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(__cvta_generic_to_global(from)) : "memory");
-    return v;
-}
 DEVICE float load4f_cg(const float* from) {
     float v;
     asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(__cvta_generic_to_global(from)) : "memory");

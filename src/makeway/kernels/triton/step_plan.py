@@ -10,6 +10,7 @@ for all rows that chose it, so a miss crosses the link once and weights are read
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -249,14 +250,24 @@ class StepBuffers:
         entries = n * top_k
         self.n = n
         self.top_k = top_k
+        self._hidden, self._width = hidden, width
         self.experts = torch.full((entries,), -1, dtype=torch.int32, device=device)
         self.offsets = torch.zeros(entries, dtype=torch.int64, device=device)
         self.missing = torch.zeros(entries, dtype=torch.int32, device=device)
         self.chosen_by = torch.zeros(entries, dtype=torch.int32, device=device)
         self.weights = torch.zeros((entries, MAX_ROWS), dtype=torch.float32, device=device)
         self.count = torch.zeros(1, dtype=torch.int32, device=device)
-        self.hidden = torch.empty((2, entries, n, width), dtype=torch.bfloat16, device=device)
-        self.outputs = torch.empty((entries, n, hidden), dtype=torch.float32, device=device)
+
+    @cached_property
+    def hidden(self) -> Tensor:
+        """Between Triton's two kernels; those in CUDA C++ have their own."""
+        shape = (2, self.n_entries, self.n, self._width)
+        return torch.empty(shape, dtype=torch.bfloat16, device=self.experts.device)
+
+    @cached_property
+    def outputs(self) -> Tensor:
+        """Of each entry, before Triton's second kernel adds them."""
+        return torch.empty((self.n_entries, self.n, self._hidden), dtype=torch.float32, device=self.experts.device)
 
     @property
     def n_entries(self) -> int:

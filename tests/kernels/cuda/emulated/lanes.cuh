@@ -35,7 +35,6 @@ DEVICE int thread_x() { return emulated::block.current; }
 DEVICE int n_threads() { return emulated::block.n_threads; }
 DEVICE int block_x() { return emulated::block.index[0]; }
 DEVICE int block_y() { return emulated::block.index[1]; }
-DEVICE int block_z() { return emulated::block.index[2]; }
 DEVICE int n_blocks_x() { return emulated::block.n_blocks[0]; }
 DEVICE u8* shared_bytes() { return emulated::block.shared; }
 
@@ -151,7 +150,6 @@ DEVICE uint4 load16(const void* from) { return loaded<uint4>(from, "load16"); }
 DEVICE uint2 load8(const void* from) { return loaded<uint2>(from, "load8"); }
 DEVICE u32 load4(const void* from) { return loaded<u32>(from, "load4"); }
 DEVICE u32 load2(const void* from) { return loaded<u16>(from, "load2"); }
-DEVICE uint4 load16_cg(const void* from) { return loaded<uint4>(from, "load16_cg"); }
 DEVICE float load4f_cg(const float* from) { return loaded<float>(from, "load4f_cg"); }
 
 DEVICE void copy16_async(void* shared, const void* from) {
