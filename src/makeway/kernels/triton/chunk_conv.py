@@ -5,6 +5,8 @@ Never reads another sequence's place.
 Hazard: only the first tiles of a segment reach back into its tail and kept rows, so both must hold what was before it.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -77,6 +79,34 @@ def chunk_conv_kernel(
     tl.store(target, acc.to(out.dtype.element_ty), mask=inside)
 
 
+def conv_arguments(
+    x: Tensor,
+    kernel: Tensor,
+    out: Tensor,
+    state: ConvState,
+    rows: Rows,
+    *,
+    dilation: int,
+    k_heads: tuple[int, int] | None,
+    runs: bool = True,
+) -> tuple[list[Any], dict[str, Any]]:
+    """What the convolution's kernels take, of a chunk and of a step, checked: arguments, and constants by name. `runs`:
+    the weights are read."""
+    channels, n_tail = x.shape[1], state.tail.shape[1]
+    taps = n_tail // dilation + 1
+    assert state.tail.stride()[1:] == (channels, 1)
+    assert state.kept.stride(2) == 1
+    assert x.stride(1) == 1
+    assert not runs or (kernel.shape == (channels, taps) and kernel.is_contiguous())
+    device = rows.on_device
+    n_k_heads, block = (0, 128) if k_heads is None else k_heads
+    spans = [device.first_row, device.n_rows, device.places, device.n_replay]
+    strides = [x.stride(0), state.tail.stride(0), state.kept.stride(0), state.kept.stride(1)]
+    arguments = [x, kernel, out, state.tail, state.kept, *spans, channels, *strides, n_k_heads, block**-0.5]
+    constants = {"TAPS": taps, "DILATION": dilation, "N_TAIL": n_tail, "BLOCK": block, "NORM": k_heads is not None}
+    return arguments, constants
+
+
 def chunk_conv(
     x: Tensor,
     kernel: Tensor,
@@ -91,39 +121,8 @@ def chunk_conv(
 
     `k_heads` (their number and d_k): with silu and norms, see `conv.conv_kernel`.
     """
-    n, channels = x.shape
-    n_tail = state.tail.shape[1]
-    taps = n_tail // dilation + 1
-    assert state.tail.stride()[1:] == (channels, 1)
-    assert state.kept.stride(2) == 1
-    assert x.stride(1) == 1
     assert out.is_contiguous()
-    assert kernel.shape == (channels, taps)
-    assert kernel.is_contiguous()
-    device = rows.on_device
-    n_k_heads, block = (0, 128) if k_heads is None else k_heads
-    chunk_conv_kernel[(triton.cdiv(channels, block), device.n_rows.shape[0], triton.cdiv(n, TILE_ROWS))](
-        x,
-        kernel,
-        out,
-        state.tail,
-        state.kept,
-        device.first_row,
-        device.n_rows,
-        device.places,
-        device.n_replay,
-        channels,
-        x.stride(0),
-        state.tail.stride(0),
-        state.kept.stride(0),
-        state.kept.stride(1),
-        n_k_heads,
-        block**-0.5,
-        TAPS=taps,
-        DILATION=dilation,
-        N_TAIL=n_tail,
-        ROWS=TILE_ROWS,
-        BLOCK=block,
-        NORM=k_heads is not None,
-        num_warps=4,
-    )
+    arguments, constants = conv_arguments(x, kernel, out, state, rows, dilation=dilation, k_heads=k_heads)
+    n, channels = x.shape
+    grid = (triton.cdiv(channels, constants["BLOCK"]), rows.on_device.n_rows.shape[0], triton.cdiv(n, TILE_ROWS))
+    chunk_conv_kernel[grid](*arguments, ROWS=TILE_ROWS, num_warps=4, **constants)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from makeway.kernels.rows import ConvState, Rows
-from makeway.kernels.triton.chunk_conv import chunk_conv
+from makeway.kernels.triton.chunk_conv import chunk_conv, conv_arguments
 from makeway.kernels.triton.launch import begin, overlap
 from makeway.kernels.triton.linear import MAX_ROWS
 from makeway.kernels.triton.small import sigmoid_of
@@ -155,43 +155,16 @@ def _convolve(
     mode: int,
     k_heads: tuple[int, int] | None = None,
 ) -> None:
+    arguments, constants = conv_arguments(x, kernel, out, state, rows, dilation=dilation, k_heads=k_heads, runs=run)
     n, channels = x.shape
-    n_tail = state.tail.shape[1]
-    taps = n_tail // dilation + 1
-    assert state.tail.stride()[1:] == (channels, 1)
-    assert state.kept.stride(2) == 1
-    assert x.stride(1) == 1
-    assert not run or (kernel.shape == (channels, taps) and kernel.is_contiguous())
-    device = rows.on_device
-    n_segments = device.n_rows.shape[0]
     if n == 0:
         return
-    n_k_heads, block = (0, 128) if k_heads is None else k_heads
-    conv_kernel[(triton.cdiv(channels, block), n_segments)](
-        x,
-        kernel,
-        out,
-        state.tail,
-        state.kept,
-        device.first_row,
-        device.n_rows,
-        device.places,
-        device.n_replay,
-        channels,
-        x.stride(0),
-        state.tail.stride(0),
-        state.kept.stride(0),
-        state.kept.stride(1),
-        n_k_heads,
-        block**-0.5,
-        TAPS=taps,
-        DILATION=dilation,
-        N_TAIL=n_tail,
-        BLOCK=block,
-        TAIL_TILE=triton.next_power_of_2(n_tail),
+    conv_kernel[(triton.cdiv(channels, constants["BLOCK"]), rows.on_device.n_rows.shape[0])](
+        *arguments,
+        TAIL_TILE=triton.next_power_of_2(constants["N_TAIL"]),
         RUN=run,
         MODE=mode,
-        NORM=k_heads is not None,
         num_warps=1,
+        **constants,
         **overlap(x.device),
     )
