@@ -72,13 +72,13 @@ def test_copies_are_counted_and_there_after_their_event(kind):
 @pytest.mark.parametrize("kind", CPUS)
 def test_parts_land_where_they_belong(kind):
     made, (target, source) = kind(), pair()
-    made.copy_parts(target, source, to=np.array([0, 8, 32]), of=np.array([16, 24, 40]), n_bytes=8)
+    made.copy_parts(target, source, to=np.array([0, 8, 32]), of=np.array([16, 24, 40]), n_bytes=np.array([8, 6, 8]))
     made.record_copies().wait()
     made.synchronize()
-    assert target[:16].tolist() == list(range(16, 32))
+    assert target[:14].tolist() == list(range(16, 30))
     assert target[32:40].tolist() == list(range(40, 48))
-    assert not target[16:32].any()
-    assert (made.n_copies, made.link_bytes) == (3, 24)
+    assert not target[14:32].any()
+    assert (made.n_copies, made.link_bytes) == (3, 22)
 
 
 @pytest.mark.parametrize("kind", CPUS)
@@ -91,8 +91,10 @@ def test_parts_move_inside_memory(kind):
 
 def test_parts_side_by_side_are_one_copy():
     to, of = np.array([0, 8, 16, 24, 40, 48]), np.array([80, 88, 96, 112, 120, 128])
-    assert runs(to, of, 8) == [(0, 80, 24), (24, 112, 8), (40, 120, 16)]
-    assert runs(to[:1], of[:1], 8) == [(0, 80, 8)]
+    eights = np.full(6, 8)
+    assert runs(to, of, eights) == [(0, 80, 24), (24, 112, 8), (40, 120, 16)]
+    assert runs(to[:1], of[:1], eights[:1]) == [(0, 80, 8)]
+    assert runs(to, of, np.array([8, 6, 8, 8, 8, 6])) == [(0, 80, 14), (16, 96, 8), (24, 112, 8), (40, 120, 14)]
 
 
 def test_values_on_their_way_to_the_host():

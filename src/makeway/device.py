@@ -122,10 +122,10 @@ def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-def runs(to: Ints, of: Ints, n_bytes: int) -> list[tuple[int, int, int]]:
-    """(to, of, bytes) of parts of `n_bytes` each, those that lie side by side in both put together."""
-    begins = np.flatnonzero(np.r_[True, (np.diff(to) != n_bytes) | (np.diff(of) != n_bytes)])
-    sizes = np.diff(np.r_[begins, to.size]) * n_bytes
+def runs(to: Ints, of: Ints, n_bytes: Ints) -> list[tuple[int, int, int]]:
+    """(to, of, bytes) of parts, those that lie side by side in both put together."""
+    begins = np.flatnonzero(np.r_[True, (np.diff(to) != n_bytes[:-1]) | (np.diff(of) != n_bytes[:-1])])
+    sizes = np.add.reduceat(n_bytes, begins)
     return list(zip(to[begins].tolist(), of[begins].tolist(), sizes.tolist(), strict=True))
 
 
@@ -230,8 +230,8 @@ class Device(Protocol):
         """Ask for host bytes `source` to be put into `target` of the device, behind all earlier copies."""
         ...
 
-    def copy_parts(self, target: Tensor, source: Tensor, *, to: Ints, of: Ints, n_bytes: int) -> None:
-        """Ask for several copies of `n_bytes` each, from the bytes `of` of the source to those `to` of the target."""
+    def copy_parts(self, target: Tensor, source: Tensor, *, to: Ints, of: Ints, n_bytes: Ints) -> None:
+        """Ask for several copies in order, from the bytes `of` of the source to those `to` of the target."""
         ...
 
     def move_parts(self, memory: Tensor, *, to: Ints, of: Ints, n_bytes: Ints) -> None:
@@ -303,9 +303,9 @@ class CpuDevice:
         self._count(target, source)
         target.copy_(source)
 
-    def copy_parts(self, target: Tensor, source: Tensor, *, to: Ints, of: Ints, n_bytes: int) -> None:
-        for t, s in zip(to.tolist(), of.tolist(), strict=True):
-            self.copy(target[t : t + n_bytes], source[s : s + n_bytes])
+    def copy_parts(self, target: Tensor, source: Tensor, *, to: Ints, of: Ints, n_bytes: Ints) -> None:
+        for t, s, n in zip(to.tolist(), of.tolist(), n_bytes.tolist(), strict=True):
+            self.copy(target[t : t + n], source[s : s + n])
 
     def move_parts(self, memory: Tensor, *, to: Ints, of: Ints, n_bytes: Ints) -> None:
         for t, s, n in zip(to.tolist(), of.tolist(), n_bytes.tolist(), strict=True):
@@ -391,15 +391,16 @@ class CudaDevice:
         self.n_copies += 1
         self.link_bytes += source.numel()
 
-    def copy_parts(self, target: Tensor, source: Tensor, *, to: Ints, of: Ints, n_bytes: int) -> None:
+    def copy_parts(self, target: Tensor, source: Tensor, *, to: Ints, of: Ints, n_bytes: Ints) -> None:
         """Parts that lie side by side in both are one copy. Raises EngineFailed when CUDA refuses."""
         if not to.size:
             return
         assert target.dtype == source.dtype == torch.uint8
         assert target.is_contiguous()
         assert source.is_contiguous()
-        assert max(0, int(to.max())) + n_bytes <= target.numel()
-        assert max(0, int(of.max())) + n_bytes <= source.numel()
+        assert min(int(to.min()), int(of.min())) >= 0
+        assert int((to + n_bytes).max()) <= target.numel()
+        assert int((of + n_bytes).max()) <= source.numel()
         copy, stream = _host_to_device(), self._copy_stream.cuda_stream
         targets, sources = target.data_ptr(), source.data_ptr()
         for t, s, size in runs(to, of, n_bytes):
@@ -407,7 +408,7 @@ class CudaDevice:
             if code != 0:
                 raise EngineFailed(f"{self.name}: CUDA refuses to copy {size} bytes over the link (error {code})")
         self.n_copies += int(to.size)
-        self.link_bytes += n_bytes * int(to.size)
+        self.link_bytes += int(n_bytes.sum())
 
     def move_parts(self, memory: Tensor, *, to: Ints, of: Ints, n_bytes: Ints) -> None:
         """Raises EngineFailed when CUDA refuses."""

@@ -28,6 +28,7 @@ def tight(batch_bytes=1):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sizes, "SHORT_TOKENS", SHORT_TOKENS)
         patch.setattr(handover, "BATCH_BYTES", batch_bytes)
+        patch.setattr(handover, "AHEAD_S", 0.0)
         yield
 
 

@@ -54,12 +54,37 @@ def test_only_free_slots_are_filled(rig):
     rig.cache.audit()
 
 
+def test_a_batch_is_full_wherever_its_wishes_stand(rig):
+    """Most of what is wished never left: a batch is of those that have to come, or the link would rest."""
+    rig.refill([0], [0])
+    stride = rig.plan.sizes.stride_bytes
+    refill = Refill(rig.cache, np.array([(0, 0), (0, 7), (1, 3), (0, 0), (0, 9), (1, 4)]), batch_bytes=3 * stride)
+    assert refill.wait() == 3
+    assert rig.cache.table.is_published()[0, [0, 7, 9]].all()
+    assert rig.cache.table.is_published()[1, 3]
+    assert finish(refill) == 1
+    rig.cache.audit()
+
+
+def test_copies_are_asked_for_as_far_ahead_as_was_said(rig):
+    many, stride = wishes(rig, [7, 2, 5]), rig.plan.sizes.stride_bytes
+    for ahead_bytes, n_asked in ((0, 2), (5 * stride, 5), (5 * stride - 1, 4)):
+        rig.cache.table.clear()
+        before = rig.device.n_copies
+        refill = Refill(rig.cache, many, batch_bytes=stride, ahead_bytes=ahead_bytes)
+        assert refill.poll() == 0
+        assert rig.device.n_copies - before == n_asked
+        refill.stop()
+
+
 def test_stop_publishes_what_is_on_its_way_and_no_more(rig):
     refill = Refill(rig.cache, wishes(rig, [7, 2, 5]), batch_bytes=1)
     refill.wait()
     moved = refill.moved_bytes
+    assert rig.device.is_open(rig.device.n_copies)
     refill.stop()
     assert refill.is_done
+    assert not rig.device.is_open(rig.device.n_copies), "who computes now finds the bytes"
     assert refill.moved_bytes == moved == rig.device.tally
     assert (rig.cache.table.holds != NONE).sum() == rig.cache.table.n_published == refill.n_published
     rig.cache.audit()

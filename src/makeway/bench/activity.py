@@ -142,8 +142,8 @@ class _WatchedCuda(CudaDevice):
         self._recorder.copies(source.numel(), self._copy_stream)
         super().copy(target, source)
 
-    def copy_parts(self, target: Tensor, source: Tensor, *, to: Ints, of: Ints, n_bytes: int) -> None:
-        self._recorder.copies(n_bytes * int(to.size), self._copy_stream)
+    def copy_parts(self, target: Tensor, source: Tensor, *, to: Ints, of: Ints, n_bytes: Ints) -> None:
+        self._recorder.copies(int(n_bytes.sum()), self._copy_stream)
         super().copy_parts(target, source, to=to, of=of, n_bytes=n_bytes)
 
     def record_copies(self) -> Event:

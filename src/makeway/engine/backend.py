@@ -16,7 +16,7 @@ from makeway.config import KernelsName
 from makeway.device import Device
 from makeway.engine.planning import CPU_NUMBERS, GPU_REFERENCE_NUMBERS, TRITON_NUMBERS, Numbers
 from makeway.errors import UserError
-from makeway.experts.cache import ExpertCache
+from makeway.experts.cache import ExpertCache, MoveParts
 from makeway.experts.cached import CachedExperts
 from makeway.experts.executors import StepExperts
 from makeway.experts.pieces import Pieces, ReferencePieces
@@ -68,10 +68,11 @@ class Graphs(Protocol):
 
 
 class Backend(Protocol):
-    """The operations of the models, `numbers` for the plan, and the executors."""
+    """The operations of the models, `numbers` for the plan, how experts change their slots, and the executors."""
 
     ops: Ops
     numbers: Numbers
+    move_parts: MoveParts
 
     def step_experts(self, cache: ExpertCache, arena: Arena, *, transient: View, rows: int) -> StepExperts:
         """The executor of decode, for steps of at most `rows` rows."""
@@ -98,6 +99,7 @@ class ReferenceBackend:
     def __init__(self, device: Device) -> None:
         self.ops = REFERENCE
         self.numbers = GPU_REFERENCE_NUMBERS if device.torch_device.type == "cuda" else CPU_NUMBERS
+        self.move_parts: MoveParts = device.move_parts
 
     def step_experts(self, cache: ExpertCache, arena: Arena, *, transient: View, rows: int) -> StepExperts:
         return CachedExperts(cache, self.ops, transient=transient)
@@ -122,9 +124,11 @@ class TritonBackend:
         self.numbers = TRITON_NUMBERS
         from makeway.kernels.cuda.linear import Linears
         from makeway.kernels.cuda.programs import Programs
+        from makeway.kernels.triton.move import move_parts
         from makeway.kernels.triton.ops import triton_ops
 
         where = device.torch_device
+        self.move_parts: MoveParts = move_parts
         self._programs = Programs() if where.type == "cuda" else None
         self.ops = triton_ops(where, None if self._programs is None else Linears(where, self._programs))
         self._step: tuple[ExpertCache, StepExperts] | None = None

@@ -25,6 +25,9 @@ from makeway.memory.plan import Lending, MemoryPlan, PrefillLayout
 
 BATCH_BYTES = 256 << 20
 """Bytes of experts that are published together: about 5 ms of a fast link, 20 ms of a slow one."""
+AHEAD_S = 0.02
+"""Seconds for which the link has work while experts come back: copies are asked for between two decode steps, and a
+step takes about so long. Not more, for the next prompt waits for what was asked for, and misses share the link."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +102,10 @@ class Swing:
             self.decode = None
             self._bytes_before = self.device.link_bytes
             self._release_s, self._n_tokens = 0.0, 0
-        self.device.record_compute().wait()
+        # Nothing waits here: experts move behind the step that read them last, and whoever writes into lent slots comes
+        # behind the moves (computation in its order, copies because a sweep's executor lets them wait for it).
         if lending.n_kept < self.cache.table.n_owned:
-            self.cache.lend(lending.n_kept)
-            self.device.synchronize()  # moved experts lie in their new slots before anybody writes into the lent ones
+            self.cache.lend(lending.n_kept, self._backend.move_parts)
         kept, ring, workspace, *buffers = self._arena.layout(layout.regions)
         self.cache.attach(kept)
         self.lending, self.layout = lending, layout
@@ -143,7 +146,12 @@ class Swing:
         self.lending, self.layout, self.buffers, self.workspace, self._ring = None, None, (), None, None
         self.cache.policy.observe_prompt(prompt_counts)
         wishes = self.cache.policy.restore_order(prompt_counts)
-        self._refill = Refill(self.cache, wishes, batch_bytes=BATCH_BYTES)
+        self._refill = Refill(
+            self.cache,
+            wishes,
+            batch_bytes=BATCH_BYTES,
+            ahead_bytes=int(AHEAD_S * self.plan.rates.link_bytes_per_s),
+        )
         self._restore_began_s = began
         self._refill.wait()
         self.decode = self._step_experts(transient)

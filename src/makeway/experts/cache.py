@@ -7,6 +7,7 @@ hand-over: `attach` the new one before anything is read or fetched.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,6 +21,16 @@ from makeway.experts.slots import NONE, SlotTable
 from makeway.experts.store import ExpertStore, Weights
 from makeway.memory.arena import View
 from makeway.memory.plan import MemoryPlan
+
+Ints = NDArray[np.int32]
+
+
+class MoveParts(Protocol):
+    """As `Device.move_parts`."""
+
+    def __call__(
+        self, memory: Tensor, /, *, to: NDArray[np.int64], of: NDArray[np.int64], n_bytes: NDArray[np.int64]
+    ) -> None: ...
 
 
 @dataclass
@@ -59,6 +70,11 @@ class ExpertCache:
         )
         self.counters = Counters()
         self._slots = slots
+        layers = store.layers[: len(planned)]
+        self._stored_at = np.array([layer.raw.storage_offset() for layer in layers], dtype=np.int64)
+        self._expert_bytes = np.array([layer.expert_bytes for layer in layers], dtype=np.int64)
+        self._strides = np.array([layer.raw.shape[1] for layer in layers], dtype=np.int64)
+        self._offsets = np.array(plan.decode.layer_offsets, dtype=np.int64)
 
     @property
     def nbytes(self) -> int:
@@ -107,30 +123,43 @@ class ExpertCache:
     def fetch_all(self, layer: int, experts: NDArray[np.int64], room: Tensor, *, to: NDArray[np.int64]) -> None:
         """As `fetch`, for several experts of a layer, each to the byte `to` of `room`, u8."""
         stored = self.store.layers[layer]
-        self.device.copy_parts(
-            room, stored.raw.view(-1), to=to, of=experts * stored.raw.shape[1], n_bytes=stored.expert_bytes
-        )
-        self.counters.link_bytes += stored.expert_bytes * experts.size
+        n_bytes = np.full(experts.size, stored.expert_bytes, dtype=np.int64)
+        self.device.copy_parts(room, stored.raw.view(-1), to=to, of=experts * stored.raw.shape[1], n_bytes=n_bytes)
+        self.counters.link_bytes += int(n_bytes.sum())
+
+    def fetch_into_slots(self, layers: Ints, experts: Ints, slots: Ints) -> int:
+        """As `fetch`, for experts of several layers, in this order, each into a slot of its layer; returns how many
+        bytes. Raises EngineFailed when a slot is not in the attached view."""
+        to, n_bytes = self._in_slots(layers, slots), self._expert_bytes[layers]
+        if layers.size and int((to + n_bytes).max()) > self._slots.region.n_bytes:
+            raise EngineFailed(f"expert cache: a slot is not in {self._slots.region.name!r}")
+        of = self._stored_at[layers] + experts.astype(np.int64) * self._strides[layers]
+        self.device.copy_parts(self._slots.tensor, self.store.memory.tensor, to=to, of=of, n_bytes=n_bytes)
+        self.counters.link_bytes += int(n_bytes.sum())
+        return int(n_bytes.sum())
+
+    def _in_slots(self, layers: Ints, slots: Ints) -> NDArray[np.int64]:
+        """First bytes of slots, counted from the first slot's."""
+        return self._offsets[layers] + slots.astype(np.int64) * self.plan.decode.rank_bytes
 
     def count_uploads(self, layers: NDArray[np.integer]) -> None:
         """Experts of these layers were published in slots."""
         self.counters.uploads += int(layers.size)
-        self.counters.upload_bytes += sum(self.plan.layers[layer].expert_bytes for layer in layers.tolist())
+        self.counters.upload_bytes += int(self._expert_bytes[layers].sum())
 
-    def lend(self, n_kept: int) -> NDArray[np.int64]:
+    def lend(self, n_kept: int, move: MoveParts | None = None) -> NDArray[np.int64]:
         """Ranks >= `n_kept` of every layer leave the cache; the hottest experts first move into the ranks that stay.
 
-        Moves stay inside the arena: nothing crosses the link. Returns [n, 2] (layer, expert): who lost a slot.
+        Moves stay inside the arena, in the order of the computation: nothing crosses the link. `move`: who makes them;
+        None: the device. Returns [n, 2] (layer, expert): who lost a slot.
         """
         table = self.table
         before = table.is_published()
         moves = table.moves_before_lending(n_kept, self.policy.heat())
         table.unpublish_targets(moves)
-        plan, layers = self.plan.decode, moves.layers.astype(np.int64)
-        at = np.array(plan.layer_offsets, dtype=np.int64)[layers]
-        to, of = (at + slots.astype(np.int64) * plan.rank_bytes for slots in (moves.targets, moves.sources))
-        n_bytes = np.array([layer.expert_bytes for layer in self.plan.layers], dtype=np.int64)[layers]
-        self.device.move_parts(self._slots.tensor, to=to, of=of, n_bytes=n_bytes)
+        to, of = (self._in_slots(moves.layers, slots) for slots in (moves.targets, moves.sources))
+        move = move or self.device.move_parts
+        move(self._slots.tensor, to=to, of=of, n_bytes=self._expert_bytes[moves.layers])
         table.publish(moves.layers, moves.targets)
         table.lend(n_kept)
         return np.argwhere(before & ~table.is_published())

@@ -1,7 +1,7 @@
 """Experts on their way back into free slots after a prompt, hottest first, batch by batch.
 
-Owns which batches are in flight. Never publishes a slot before its copy's event, and never takes a slot that is
-published or spare.
+Owns which batches are in flight. Never publishes a slot before its copy's event (or the computation waits for
+it), and never takes a slot that is published or spare.
 Hazard: decode runs while the refill goes on, so an expert may be published by another way before its batch arrives.
 """
 
@@ -17,7 +17,6 @@ from makeway.experts.cache import ExpertCache
 from makeway.experts.slots import NONE
 
 Ints = NDArray[np.int32]
-MAX_IN_FLIGHT = 2  # one batch crosses the link while the one before it is published
 
 
 @dataclass(frozen=True)
@@ -31,14 +30,18 @@ class _Batch:
 class Refill:
     """Fills the free slots with `wishes` [n, 2] (layer, expert), the first ones first."""
 
-    def __init__(self, cache: ExpertCache, wishes: NDArray[np.integer], *, batch_bytes: int) -> None:
-        """`batch_bytes`: what is published together; at least one expert. `dropped_bytes` of the `moved_bytes` came too
-        late: decode had kept the expert itself."""
+    def __init__(
+        self, cache: ExpertCache, wishes: NDArray[np.integer], *, batch_bytes: int, ahead_bytes: int = 0
+    ) -> None:
+        """`batch_bytes`: what is published together; at least one expert. `ahead_bytes`: copies are asked for so far
+        ahead; at least two batches, for one crosses the link while the one before it is published. `dropped_bytes` of
+        the `moved_bytes` came too late: decode had kept the expert itself."""
         self.moved_bytes = self.dropped_bytes = 0
         self.n_published = 0
         self._cache = cache
         self._wishes = np.asarray(wishes, dtype=np.int32).reshape(-1, 2)
         self._batch_experts = max(1, batch_bytes // cache.plan.sizes.stride_bytes)
+        self._most_in_flight = max(2, ahead_bytes // (self._batch_experts * cache.plan.sizes.stride_bytes))
         self._next = 0
         self._flying: deque[_Batch] = deque()
         self.planned_bytes = self._free_bytes()
@@ -69,10 +72,13 @@ class Refill:
         return n
 
     def stop(self) -> None:
-        """Publish what is in flight, once it is there, and forget the rest."""
+        """Publish what is in flight and forget the rest. Nobody waits but the computation, which reads slots behind the
+        copies from now on."""
         self._next = len(self._wishes)
+        if self._flying:
+            self._cache.device.compute_waits(self._flying[-1].arrived)
         while self._flying:
-            self.wait()
+            self._publish(self._flying.popleft())
 
     def _free_bytes(self) -> int:
         """What will cross the link if nobody else takes a free slot: as many absent experts as each layer has room."""
@@ -86,34 +92,36 @@ class Refill:
     def _send(self) -> None:
         """Issue copies until enough batches are in flight or nothing has room."""
         cache = self._cache
-        while len(self._flying) < MAX_IN_FLIGHT and self._next < len(self._wishes):
+        while len(self._flying) < self._most_in_flight and self._next < len(self._wishes):
             layers, experts, slots = self._next_batch()
             if layers.size == 0:
                 return
-            cache.table.fill(layers, slots, experts)
             before = cache.device.link_bytes
-            for layer, slot, expert in zip(layers.tolist(), slots.tolist(), experts.tolist(), strict=True):
-                cache.fetch(layer, expert, cache.slot_bytes(layer, slot))
-            planned = sum(cache.plan.layers[layer].expert_bytes for layer in layers.tolist())
+            planned = cache.fetch_into_slots(layers, experts, slots)
             moved = cache.device.link_bytes - before
             if moved != planned:
                 raise EngineFailed(f"refill: {moved} bytes crossed the link for a batch of {planned}")
             self.moved_bytes += moved
             self._flying.append(_Batch(layers, slots, experts, cache.device.record_copies()))
 
-    def _next_batch(self) -> tuple[Ints, Ints, Ints]:
-        """Layers, experts and slots of the next wishes that have room, at most a batch; empty when there are none."""
+    def _next_batch(self) -> Ints:
+        """[3, n]: layers, experts and slots of the next wishes that have room, a full batch where there are as many;
+        the slots are taken."""
         table = self._cache.table
-        while self._next < len(self._wishes) and table.is_free().any():
-            window = self._wishes[self._next : self._next + self._batch_experts]
-            self._next += len(window)
-            slots = table.assign(window[:, 0], window[:, 1])
-            found = slots != NONE
-            if found.any():
-                return window[found, 0], window[found, 1], slots[found]
-        self._next = len(self._wishes)
-        empty = np.empty(0, dtype=np.int32)
-        return empty, empty, empty
+        found = [np.empty((3, 0), dtype=np.int32)]
+        n_left = self._batch_experts
+        while n_left and self._next < len(self._wishes):
+            layers, experts = self._wishes[self._next :].T
+            is_open = (table.slot_of[layers, experts] == NONE) & (table.n_free() > 0)[layers]
+            some = np.flatnonzero(is_open)[:n_left]
+            self._next += int(some[-1]) + 1 if some.size else layers.size
+            layers, experts = layers[some], experts[some]
+            slots = table.assign(layers, experts)
+            batch = np.stack([layers, experts, slots])[:, slots != NONE]
+            table.fill(batch[0], batch[2], batch[1])
+            found.append(batch)
+            n_left -= batch.shape[1]
+        return np.concatenate(found, axis=1)
 
     def _publish(self, batch: _Batch) -> int:
         """Let decode use a batch that has arrived; what got a slot by another way in the meantime gives this one up."""

@@ -226,24 +226,23 @@ class SlotTable:
         hot experts change place with colder ones of the kept part, or take free slots there.
         `heat` [layers, experts], higher is hotter. Deterministic: ties go to the lower slot.
         """
-        columns: list[list[int]] = [[], [], [], []]
         n_kept = min(n_kept, self.n_owned)
-        for layer in range(self.n_layers):
-            stays = np.flatnonzero(~self.is_spare[layer, :n_kept])
-            published = np.flatnonzero(self.expert_of[layer, : self.n_owned] != NONE)
-            if stays.size == 0 or published.size == 0:
-                continue
-            hottest = np.argsort(-heat[layer, self.expert_of[layer, published]], kind="stable")[: stays.size]
-            wins = np.zeros(self.n_ranks, dtype=np.bool_)
-            wins[published[hottest]] = True
-            leaves = [int(slot) for slot in published[hottest] if slot >= n_kept]
-            targets = stays[~wins[stays]]
-            empty_first = np.argsort(self.expert_of[layer, targets] != NONE, kind="stable")
-            columns[0] += [layer] * len(leaves)
-            columns[1] += self.expert_of[layer, leaves].tolist()
-            columns[2] += leaves
-            columns[3] += targets[empty_first][: len(leaves)].tolist()
-        return Moves(*_arrays(*columns))
+        experts = self.expert_of[:, : self.n_owned]
+        is_published = experts != NONE
+        is_stay = ~self.is_spare[:, :n_kept]
+        cold = np.where(is_published, -np.take_along_axis(heat, np.maximum(experts, 0), axis=1), np.inf)
+        hottest = np.argsort(cold, axis=1, kind="stable")  # slots of each layer
+        n_wins = np.minimum(is_stay.sum(axis=1), is_published.sum(axis=1))
+        wins = np.arange(self.n_owned) < n_wins[:, None]  # in the order of `hottest`
+        stays_hot = np.zeros_like(is_published)
+        np.put_along_axis(stays_hot, hottest, wins, axis=1)
+        leaves = wins & (hottest >= n_kept)
+        layers, places = np.nonzero(leaves)
+        sources = hottest[layers, places]
+        # the targets of a layer: empty ones, then cold ones, in order of slots; behind them what is no target
+        kind = np.where(is_stay & ~stays_hot[:, :n_kept], is_published[:, :n_kept].astype(np.int8), np.int8(2))
+        targets = np.argsort(kind, axis=1, kind="stable")[layers, leaves.cumsum(axis=1)[layers, places] - 1]
+        return Moves(*_arrays(layers, experts[layers, sources], sources, targets))
 
     def unpublish_targets(self, moves: Moves) -> None:
         """Before the copies of `moves` are issued: their targets and sources leave the published table."""
