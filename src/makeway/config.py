@@ -42,7 +42,8 @@ class EngineConfig:
     context: tokens a sequence may hold, prompt and answer together, and all sequences together (None: the model's own,
     at most 8192). parallel: sequences at once. kv_type: "f16" or "f32".
     slots: expert slots a layer. policy: who stays in them; profile: the routing trace that policy "static" needs.
-    uploads_per_layer: misses kept a layer and step.
+    uploads_per_layer: misses kept a layer and step. guesses: whether a GPU fetches the next
+    layer's misses ahead.
     chunk: prompt tokens that go through a layer together. sweep_tokens: prompt tokens of one pass over the layers.
     handover: "auto", "never" or "always" (lends every slot to every prompt).
     drafter: "mtp" (the model's own block), "lookup" (text that has occurred), "mtp+lookup" or "none"; "auto" takes the
@@ -63,6 +64,7 @@ class EngineConfig:
     policy: str = "lfru"
     profile: Path | None = None
     uploads_per_layer: int = 2
+    guesses: bool = True
     chunk: int | None = None
     sweep_tokens: int | None = None
     handover: Handover = "auto"

@@ -62,7 +62,7 @@ def test_numbers_of_the_reference_need_consent():
 
 def test_bytes_of_a_step_are_those_of_the_model():
     with opened(setup(256)) as rig:
-        counts = Counts(hits=30, misses=6, hit_bytes=3000, expert_bytes=100.0)
+        counts = Counts(hits=30, misses=6, hit_bytes=3000, guesses=4, right_guesses=3, expert_bytes=100.0)
         moved = step_bytes(rig, counts, n_steps=3, rows=2, context=50)
         facts = rig.plan.facts
         # 1 layer, 2 KV heads of 64 values, keys and values, in float32.
@@ -72,7 +72,8 @@ def test_bytes_of_a_step_are_those_of_the_model():
         )  # fmt: skip
         assert bound_s(rig, moved) == pytest.approx(200 / 1e9 + moved.device / 1e10)
         assert counts.hit_rate == pytest.approx(30 / 36)
-        later = Counts(hits=31, misses=8, hit_bytes=3100, expert_bytes=100.0).since(counts)
+        later = Counts(hits=31, misses=8, hit_bytes=3100, guesses=6, right_guesses=4, expert_bytes=100.0).since(counts)
+        assert (later.guesses, later.right_guesses) == (2, 1)
         assert (later.hits, later.misses, later.miss_bytes) == (1, 2, 200)
 
 

@@ -28,10 +28,16 @@ FILES = ("qwen4exp-k96-UD-Q4_K_XL.gguf", "qwen35moe-base-bf16.gguf", "qwen3moe-b
 class Rig:
     """Slots of one golden model, decode layout published."""
 
-    def __init__(self, file, *, slots, policy="lru", gate=None, uploads=2, device=None, ops=REFERENCE):
+    def __init__(self, file, *, slots, policy="lru", gate=None, uploads=2, guesses=0, device=None, ops=REFERENCE):
         self.runner = Runner(golden_path(file))
         facts = plan_facts(self.runner.file, self.runner.model.facts)
-        request = {"context": 256, "slots": slots, "uploads_per_layer": uploads, "reserve_bytes": 0}
+        request = {
+            "context": 256,
+            "slots": slots,
+            "uploads_per_layer": uploads,
+            "guesses": guesses,
+            "reserve_bytes": 0,
+        }
         least = minimum_vram(facts, PlanRequest(vram_bytes=0, **request))
         ring = 2 * facts.expert_layers[0].n_experts * max(layer.stride_bytes for layer in facts.expert_layers)
         self.plan = plan_memory(facts, PlanRequest(vram_bytes=least + ring, **request))

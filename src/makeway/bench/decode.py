@@ -243,10 +243,14 @@ def _put(rig: Rig, report: Report, name: str, run: Run, *, rows: int, context: i
     samples = tuple(1e3 * s for s in run.seconds)
     figure = Figure(name, "ms", samples, is_time=True, bound=1e3 * bound)
     rate = rows / (figure.median / 1e3)
+    wrong = run.counts.guesses - run.counts.right_guesses
     note = (
         f"{rate:.1f} tokens/s, {100 * run.counts.hit_rate:.1f} % hits, link {run.bytes.link / 1e6:.1f} MB, "
         f"device {run.bytes.device / 1e6:.0f} MB"
     )
+    if run.counts.guesses:
+        share = 100 * run.counts.right_guesses / max(1, run.counts.misses)
+        note += f", {share:.0f} % of misses guessed, {100 * wrong / run.counts.guesses:.0f} % wrong"
     report.figures.append(Figure(name, "ms", samples, is_time=True, bound=1e3 * bound, note=note))
     return {
         "name": name,
@@ -257,6 +261,9 @@ def _put(rig: Rig, report: Report, name: str, run: Run, *, rows: int, context: i
         "tokens_per_s": rate,
         "bound_s": bound,
         "hit_rate": run.counts.hit_rate,
+        "misses": run.counts.misses,
+        "guesses": run.counts.guesses,
+        "right_guesses": run.counts.right_guesses,
         "link_bytes_per_s": run.bytes.link / (figure.median / 1e3),
         "bytes": asdict(run.bytes),
     }

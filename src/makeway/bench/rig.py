@@ -49,16 +49,24 @@ class Setup:
 
 @dataclass(frozen=True)
 class Counts:
-    """Routed experts since the start: found in slots, and not; bytes of the former, mean bytes of one."""
+    """Routed experts since the start: found in slots, and not; bytes of the former; misses guessed, and guessed right;
+    mean bytes of an expert."""
 
     hits: int
     misses: int
     hit_bytes: int
+    guesses: int
+    right_guesses: int
     expert_bytes: float
 
     def since(self, before: "Counts") -> "Counts":
         return Counts(
-            self.hits - before.hits, self.misses - before.misses, self.hit_bytes - before.hit_bytes, self.expert_bytes
+            self.hits - before.hits,
+            self.misses - before.misses,
+            self.hit_bytes - before.hit_bytes,
+            self.guesses - before.guesses,
+            self.right_guesses - before.right_guesses,
+            self.expert_bytes,
         )
 
     @property
@@ -117,7 +125,14 @@ class Rig:
         counters = self.swing.cache.counters
         layers = self.plan.layers
         mean = sum(layer.expert_bytes for layer in layers) / len(layers)
-        return Counts(counters.hits, counters.misses, counters.served_bytes, mean)
+        return Counts(
+            counters.hits,
+            counters.misses,
+            counters.served_bytes,
+            counters.guesses,
+            counters.right_guesses,
+            mean,
+        )
 
     def describe(self, report: Report) -> None:
         """What was measured, on what, by which kernels."""

@@ -74,6 +74,7 @@ def _common(
     slots: o.SlotsOption = o.ENGINE["slots"],
     policy: o.PolicyOption = o.ENGINE["policy"],
     uploads_per_layer: o.UploadsOption = o.ENGINE["uploads_per_layer"],
+    guesses: o.GuessesOption = o.ENGINE["guesses"],
     chunk: o.ChunkOption = o.ENGINE["chunk"],
     sweep_tokens: o.SweepTokensOption = o.ENGINE["sweep_tokens"],
     handover_: Annotated[str, typer.Option("--handover", help="Lend slots to prompts: auto, never or always.")] = (
@@ -92,6 +93,7 @@ def _common(
         slots=slots,
         policy=policy,
         uploads_per_layer=uploads_per_layer,
+        guesses=guesses,
         chunk=chunk,
         sweep_tokens=sweep_tokens,
         handover=handover_,

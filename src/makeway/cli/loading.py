@@ -86,5 +86,5 @@ def chosen(engine: Engine) -> str:
         f"{plan.n_slots} of {plan.sizes.n_experts} expert slots a layer{auto(config.slots)}, policy {config.policy}, "
         f"sweeps of up to {plan.max_sweep_tokens} tokens{auto(config.sweep_tokens)} in chunks of "
         f"{plan.shape.chunk}{auto(config.chunk)}, hand-over {plan.request.handover} ({lends}), "
-        f"{plan.request.uploads_per_layer} uploads a layer and step"
+        f"{plan.request.uploads_per_layer} uploads and {plan.request.guesses} guesses a layer and step"
     )

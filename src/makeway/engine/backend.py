@@ -131,6 +131,10 @@ class TritonBackend:
         self.move_parts: MoveParts = move_parts
         self._programs = Programs() if where.type == "cuda" else None
         self.ops = triton_ops(where, None if self._programs is None else Linears(where, self._programs))
+        self._guess = REFERENCE.linear
+        if self._programs is not None:  # runs beside the step's own products, so with scratch of its own
+            beside = Linears(where, self._programs, n_parts=1 << 18)
+            self._guess = lambda x, router: beside(x, (router,))[0]
         self._step: tuple[ExpertCache, StepExperts] | None = None
 
     def step_experts(self, cache: ExpertCache, arena: Arena, *, transient: View, rows: int) -> StepExperts:
@@ -147,7 +151,10 @@ class TritonBackend:
                 f"a file with experts of {', '.join(sorted(kind.name for kind in PLANES))}"
             )
         if self._step is None or self._step[0] is not cache:
-            self._step = (cache, DeviceExperts(cache, arena=arena.whole, most_rows=rows, programs=self._programs))
+            experts = DeviceExperts(
+                cache, arena=arena.whole, most_rows=rows, programs=self._programs, multiply=self._guess
+            )
+            self._step = (cache, experts)
         return self._step[1]
 
     def pieces(self, cache: ExpertCache, arena: Arena, *, workspace: View, piece_experts: int) -> Pieces:

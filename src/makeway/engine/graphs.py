@@ -110,8 +110,7 @@ class _Captured(Generic[Out]):
 
     def __init__(self, compute: Callable[[], Out], device: torch.device, *, programs: Programs | None) -> None:
         """Compiles its kernels, those of `programs` too, and runs it once; its inputs must be harmless (padding)."""
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._out: Out | None = None
+        self._out: tuple[Out] | None = None  # None: not captured
         if device.type != "cuda":
             return
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -124,15 +123,14 @@ class _Captured(Generic[Out]):
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
-            self._out = compute()
+            self._out = (compute(),)
 
     def run(self, compute: Callable[[], Out]) -> Out:
         """`compute`: the same as before."""
-        if self._graph is None:
+        if self._out is None:
             return compute()
         self._graph.replay()
-        assert self._out is not None
-        return self._out
+        return self._out[0]
 
 
 class _Passes:
@@ -197,7 +195,8 @@ class StepGraph:
         h, moe = model.embed(batch), None
         for layer in range(model.facts.n_layers):
             h, moe = model.mix(layer, h, batch, before=moe)
-            experts.run(layer, moe, first=self._inputs.first, live=self._inputs.rows.row_segment)
+            router = model.router(layer + 1) if layer + 1 < model.facts.n_layers else None
+            experts.run(layer, moe, first=self._inputs.first, live=self._inputs.rows.row_segment, next_router=router)
         assert moe is not None
         h = model.combine(model.facts.n_layers - 1, h, moe)
         return StepOutputs(h, model.head(h))

@@ -4,7 +4,9 @@ Owns the requests, their sequences and answers, and the totals. Never changes me
 Hazard: after a fault nothing may go on as if nothing had happened: `_fail` ends every request, in phase `failed`.
 """
 
+import logging
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -27,6 +29,8 @@ from makeway.experts.policies import PromptCounts
 from makeway.experts.recorder import Recorder
 from makeway.experts.trace import TraceHeader, TraceWriter
 from makeway.kv import BLOCK_TOKENS, SequenceState, blocks_for
+
+logger = logging.getLogger("makeway.engine")
 
 
 @dataclass
@@ -302,6 +306,8 @@ class Loop:
     def _fail(self, fault: BaseException) -> list[Event]:
         """Phase failed: nothing is published, every request is told and gone."""
         self.failure = f"{type(fault).__name__}: {fault}"
+        if isinstance(fault, Exception):  # as text: a record of the fault would hold the arena
+            logger.error("the engine failed\n%s", "".join(traceback.format_exception(fault)))
         self.totals.n_faults += 1
         self._drop_reading()
         self._keeper.forget()

@@ -26,22 +26,26 @@ ROOMY_CHUNK = 512  # tokens of a chunk that a CPU is given room for
 CHUNK_BYTES = 1 << 30  # activations between the kernels of a chunk, which torch allocates beside the arena
 SCRATCH_BYTES = CHUNK_BYTES + (256 << 20)  # the same, what the kernels share, and what the allocator leaves unused
 
+GUESSES = 4  # a layer: as many copies as hide behind a layer's computation on the GPUs we know
+
 
 @dataclass(frozen=True)
 class Numbers:
     """What a backend means for a plan: type of the KV cache unless asked for, bytes of a value of the residual and of
-    the input of a sweep's experts, VRAM that stays unplanned, and how much of it passes between a chunk's kernels."""
+    the input of a sweep's experts, VRAM that stays unplanned, how much of it passes between a chunk's kernels, and the
+    misses of a layer that decode guesses, at most: a power of two."""
 
     kv_type: str
     residual_itemsize: int
     input_itemsize: int
     reserve_bytes: int
     scratch_bytes: int = 0
+    guesses: int = 0
 
 
 CPU_NUMBERS = Numbers("f32", 4, 4, 0)
 GPU_REFERENCE_NUMBERS = Numbers("f32", 4, 4, DEFAULT_RESERVE_BYTES + CHUNK_BYTES)
-TRITON_NUMBERS = Numbers("f16", 4, 2, DEFAULT_RESERVE_BYTES + SCRATCH_BYTES, CHUNK_BYTES)
+TRITON_NUMBERS = Numbers("f16", 4, 2, DEFAULT_RESERVE_BYTES + SCRATCH_BYTES, CHUNK_BYTES, GUESSES)
 
 
 def plan_for(
@@ -77,6 +81,7 @@ def plan_for(
         sweep_tokens=config.sweep_tokens,
         handover=config.handover,
         uploads_per_layer=config.uploads_per_layer,
+        guesses=numbers.guesses if config.guesses else 0,
         kv_block_tokens=BLOCK_TOKENS,
         reserve_bytes=numbers.reserve_bytes,
         scratch_bytes=numbers.scratch_bytes,

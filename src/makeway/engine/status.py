@@ -47,6 +47,7 @@ def status_document(memory: EngineMemory, loop: Loop, *, kernels: str, file: GGU
             "copy_all_tokens": plan.copy_all_tokens,
             "handover": plan.request.handover,
             "uploads_per_layer": plan.request.uploads_per_layer,
+            "guesses_per_layer": plan.request.guesses,
         },
         "experts": {
             "policy": swing.cache.policy.name,
@@ -57,6 +58,8 @@ def status_document(memory: EngineMemory, loop: Loop, *, kernels: str, file: GGU
             "hit_rate": counters.hits / routed if routed else None,
             "uploads": counters.uploads,
             "evictions": counters.evictions,
+            "guesses": counters.guesses,
+            "right_guesses": counters.right_guesses,
             "link_bytes": counters.link_bytes,
             "yield": counters.served_bytes / counters.upload_bytes if counters.upload_bytes else None,
         },

@@ -37,7 +37,8 @@ class MoveParts(Protocol):
 class Counters:
     """Totals since the start. hits, misses: routed experts, once per call of a layer. uploads: experts that were
     published in a slot. evictions: published experts that gave up theirs to another. link_bytes: copied for experts;
-    upload_bytes: those of them that were published; served_bytes: experts run from slots.
+    upload_bytes: those of them that were published; served_bytes: experts run from slots. guesses: fetched before their
+    layer asked; right_guesses: those that it then missed.
     """
 
     hits: int = 0
@@ -47,6 +48,8 @@ class Counters:
     link_bytes: int = 0
     upload_bytes: int = 0
     served_bytes: int = 0
+    guesses: int = 0
+    right_guesses: int = 0
 
 
 class ExpertCache:

@@ -17,8 +17,10 @@ from makeway.device import Event, zeros_and_copy
 from makeway.errors import EngineFailed
 from makeway.experts.cache import ExpertCache
 from makeway.experts.follower import Follower
+from makeway.experts.guess import Guesser, Limits, Multiply, Told
 from makeway.experts.routed import RoutedInput
 from makeway.experts.slots import NONE
+from makeway.kernels import Weight
 from makeway.kernels.cuda import experts as cuda
 from makeway.kernels.cuda.programs import Programs
 from makeway.kernels.triton import experts as kernels
@@ -45,22 +47,33 @@ class StepTables:
     """What a step is told (slot_of, wanted, spares) and what it reports (routed, fetched), by layer; device tensors
     and pinned copies on the host."""
 
-    def __init__(self, cache: ExpertCache, *, top_k: int, most_rows: int) -> None:
-        """For steps of at most `most_rows` rows."""
+    def __init__(self, cache: ExpertCache, *, top_k: int, most_rows: int, n_guesses: int) -> None:
+        """For steps of at most `most_rows` rows and `n_guesses` guesses a layer."""
         table, device = cache.table, cache.device.torch_device
         self.cache = cache
         self.follower = Follower(cache)
         n_layers, n_experts, n_spares = table.n_layers, table.n_experts, table.n_spares_per_set
 
         by_expert, by_spare = (n_layers, n_experts), (n_layers, n_spares)
-        told = ((by_expert, torch.int32), (by_expert, torch.uint8), (by_spare, torch.int32))
-        reported = (((n_layers, most_rows, top_k), torch.int32), (by_spare, torch.int32))
+        told = (
+            (by_expert, torch.int32),
+            (by_expert, torch.uint8),
+            (by_spare, torch.int32),
+            ((n_layers, 1), torch.int32),
+        )
+        reported = (
+            ((n_layers, most_rows, top_k), torch.int32),
+            (by_spare, torch.int32),
+            ((n_layers, n_guesses), torch.int32),
+        )
         self._told, self._host_told = _buffers(told, device)
-        self.slot_of, self.wanted, self.spares = _carved(self._told, told)
-        self._slot_of, self._wanted, self._spares = (t.numpy() for t in _carved(self._host_told, told))
+        self.slot_of, self.wanted, self.spares, self.limits = _carved(self._told, told)
+        self._slot_of, self._wanted, self._spares, limits = (t.numpy() for t in _carved(self._host_told, told))
         self._reported, self._host_reported = _buffers(reported, device)
-        self.routed, self.fetched = _carved(self._reported, reported)
-        self._routed, self._fetched = (t.numpy() for t in _carved(self._host_reported, reported))
+        self.routed, self.fetched, self.guessed = _carved(self._reported, reported)
+        self._routed, self._fetched, self._guessed = (t.numpy() for t in _carved(self._host_reported, reported))
+        self.guessed.fill_(NONE)
+        self._limits = Limits(limits[:, 0], n_guesses)
         self.n_rows = np.zeros(n_layers, dtype=np.int64)
         """Rows of the report that the step's passes write, by layer."""
         expert_bytes = [layer.expert_bytes for layer in cache.plan.layers]
@@ -86,17 +99,19 @@ class StepTables:
         if (self.n_rows < most).any():
             routed[np.arange(most) >= self.n_rows[:, None]] = NONE
         routed = routed.reshape(n_layers, -1)
-        fetched = self._fetched.copy()
+        fetched, guessed = self._fetched.copy(), self._guessed.copy()
         fetched[self.n_rows == 0] = NONE  # a layer that did not run reports what it did before
-        self._count(routed)
+        guessed[self.n_rows == 0] = NONE
+        self._count(routed, guessed)
         layers, spares = np.nonzero(fetched != NONE)
         table = self.cache.table
         slots = table.spares[self.follower.spare_set, layers, spares]
         table.fill(layers, slots, fetched[layers, spares])
         self.follower.end_step(fetched, routed)
 
-    def _count(self, routed: NDArray[np.int64]) -> None:
-        """Hits and misses of ids [layers, any], each expert once a layer, by the table that the step was told."""
+    def _count(self, routed: NDArray[np.int64], guessed: NDArray[np.int32]) -> None:
+        """Hits and misses of ids [layers, any], each expert once a layer, by the table that the step was told; and
+        guesses [layers, any], of which those that were not needed crossed the link besides."""
         counters, table = self.cache.counters, self.cache.table
         layers, places = np.nonzero(routed >= 0)
         is_used = np.zeros(table.n_layers * table.n_experts, dtype=np.bool_)
@@ -106,7 +121,14 @@ class StepTables:
         layers = used // table.n_experts
         hits = np.bincount(layers[is_hit], minlength=table.n_layers)
         misses = np.bincount(layers[~is_hit], minlength=table.n_layers)
-        missed_bytes = int((misses * (-(-self._expert_bytes // 16) * 16)).sum())
+        made = guessed >= 0
+        right = made & is_used.reshape(table.n_layers, -1)[np.arange(table.n_layers)[:, None], guessed]
+        n_made, n_right = made.sum(axis=1), right.sum(axis=1)
+        self._limits.observe(n_made, n_right)
+        counters.guesses += int(n_made.sum())
+        counters.right_guesses += int(n_right.sum())
+        crossed = misses + n_made - n_right
+        missed_bytes = int((crossed * (-(-self._expert_bytes // 16) * 16)).sum())
         counters.hits += int(hits.sum())
         counters.misses += int(misses.sum())
         counters.served_bytes += int((hits * self._expert_bytes).sum())
@@ -118,13 +140,29 @@ class DeviceExperts:
     """The executor of decode. A step may be any number of passes, captured or not, of at most `most_rows` rows each;
     the passes of one layer together report at most `most_rows` rows."""
 
-    def __init__(self, cache: ExpertCache, *, arena: Tensor, most_rows: int, programs: Programs | None = None) -> None:
+    def __init__(
+        self,
+        cache: ExpertCache,
+        *,
+        arena: Tensor,
+        most_rows: int,
+        multiply: Multiply,
+        programs: Programs | None = None,
+    ) -> None:
         """`arena` u8: all of it; slots and transient region lie where the plan puts them. `programs`: kernels in CUDA
-        C++ for the layers they can run; else, and without, Triton's."""
+        C++ for the layers they can run; else, and without, Triton's. `multiply`: what guesses ask a router with."""
+        sizes = cache.plan.sizes
         top_k = max(layer.top_k for layer in cache.plan.layers)
         self._cache, self._arena, self._top_k = cache, arena, top_k
         most_rows = 1 << (most_rows - 1).bit_length()  # captured passes are padded
-        self._tables = StepTables(cache, top_k=top_k, most_rows=most_rows)
+        n_guesses = cache.plan.request.guesses
+        self._tables = StepTables(cache, top_k=top_k, most_rows=most_rows, n_guesses=n_guesses)
+        self._guesser = None
+        if n_guesses:
+            rooms_at = cache.plan.decode.transient.offset + sizes.transient_experts * sizes.stride_bytes
+            self._guesser = Guesser(
+                n_guesses, rooms_at=rooms_at, room_bytes=sizes.stride_bytes, multiply=multiply, device=arena.device
+            )
         self._first_rows = torch.arange(most_rows, dtype=torch.int32, device=arena.device)
         self._buffers: dict[int, step_plan.StepBuffers] = {}
         self._scratch = Scratch(arena.device)
@@ -149,42 +187,81 @@ class DeviceExperts:
         """A pass that is not captured."""
         self.run(layer, moe, first=self.begin_pass([layer], moe.ids.shape[0]))
 
-    def run(self, layer: int, moe: RoutedInput, *, first: int | Tensor, live: Tensor | None = None) -> None:
+    def run(
+        self,
+        layer: int,
+        moe: RoutedInput,
+        *,
+        first: int | Tensor,
+        live: Tensor | None = None,
+        next_router: Weight | None = None,
+    ) -> None:
         """Plan, fetch and run; nothing waits for the host. `first`: the row of the report where this pass begins, a
-        captured pass reads it from an int32 [1]; `live` int32 [n]: below 0 where a row is padding."""
+        captured pass reads it from an int32 [1]; `live` int32 [n]: below 0 where a row is padding. `next_router`: of
+        the layer that this pass runs next, whose misses are guessed."""
         cache, tables, n = self._cache, self._tables, moe.ids.shape[0]
         if n not in self._buffers:
             gate = cache.store.layers[layer].shapes[0]
             self._buffers[n] = step_plan.StepBuffers(
                 self._arena.device, n=n, top_k=self._top_k, hidden=gate.n_cols, width=gate.n_rows
             )
-        plan, stored, buffers = cache.plan, cache.store.layers[layer], self._buffers[n]
-        rooms = step_plan.Rooms(
-            slots_at=plan.decode.slots.offset + plan.decode.layer_offsets[layer],
-            slot_stride=plan.decode.rank_bytes,
-            transient_at=plan.decode.transient.offset,
-            transient_stride=plan.layers[layer].stride_bytes,
-        )
+        stored, buffers = cache.store.layers[layer], self._buffers[n]
         first_row = self._first_rows[first : first + 1] if isinstance(first, int) else first
-        n_bytes = -(-stored.expert_bytes // 16) * 16
         step_plan.plan_and_fetch(
             buffers,
             moe.ids,
-            source=step_plan.Source(stored.raw, self._arena, n_bytes),
+            source=self._source(layer),
             routing=moe.weights,
             slot_of=tables.slot_of[layer],
             wanted=tables.wanted[layer],
             spares=tables.spares[layer],
-            rooms=rooms,
+            rooms=self._rooms(layer),
             report=step_plan.Report(first_row, tables.routed[layer], tables.fetched[layer]),
             live=live,
+            guesses=None if self._guesser is None else self._guesser.join(layer),
         )
+        if self._guesser is not None and next_router is not None:  # behind this layer's own misses
+            self._guess(layer + 1, moe.x, next_router, live)
         gate, up, down = stored.shapes
         layout = kernels.ExpertLayout(gate.type, up.type, down.type, gate.n_cols, gate.n_rows)
         if self._cuda is not None and cuda.can_run(layout):
             self._cuda.run(buffers, moe.x, self._arena, layout=layout, acc=moe.acc)
             return
         kernels.run_experts(buffers, moe.x, self._arena, layout=layout, acc=moe.acc, scratch=self._scratch)
+
+    def _guess(self, layer: int, x: Tensor, router: Weight, live: Tensor | None) -> None:
+        assert self._guesser is not None
+        tables = self._tables
+        told = Told(
+            tables.slot_of[layer],
+            tables.wanted[layer],
+            tables.spares[layer],
+            tables.limits[layer],
+            tables.guessed[layer],
+        )
+        self._guesser.begin(
+            layer,
+            x,
+            router,
+            top_k=self._cache.plan.layers[layer].top_k,
+            told=told,
+            rooms=self._rooms(layer),
+            source=self._source(layer),
+            live=live,
+        )
+
+    def _rooms(self, layer: int) -> step_plan.Rooms:
+        plan = self._cache.plan
+        return step_plan.Rooms(
+            slots_at=plan.decode.slots.offset + plan.decode.layer_offsets[layer],
+            slot_stride=plan.decode.rank_bytes,
+            transient_at=plan.decode.transient.offset,
+            transient_stride=plan.layers[layer].stride_bytes,
+        )
+
+    def _source(self, layer: int) -> step_plan.Source:
+        stored = self._cache.store.layers[layer]
+        return step_plan.Source(stored.raw, self._arena, -(-stored.expert_bytes // 16) * 16)
 
     def last_pass_runs(self) -> None:
         """The step's last pass is on its way to the device: ask for its report behind it, and meanwhile decide about

@@ -43,8 +43,8 @@ class PlanRequest:
     `host_reserve_bytes` of RAM stay unplanned; `scratch_bytes` of the former are for what passes between the kernels of
     a chunk, and let chunks be longer than the sweep's shape says. `copy_all_tokens`: from so many tokens a sweep copies
     all non-resident experts. `uploads_per_layer`: kept misses per layer and step,
-    so spares per set; two sets exist. `mtp`: the drafts come from the MTP block; without it they are guessed from the
-    text, and the block is not loaded.
+    so spares per set; two sets exist. `guesses`: misses of the next layer that are fetched ahead, a layer. `mtp`: the
+    drafts come from the MTP block; without it they are guessed from the text, and the block is not loaded.
     """
 
     vram_bytes: int
@@ -59,6 +59,7 @@ class PlanRequest:
     sweep_tokens: int | None = None
     handover: Handover = "auto"
     uploads_per_layer: int = 2
+    guesses: int = 0
     kv_block_tokens: int = 64
     copy_all_tokens: int | None = None
     prefix_bytes: int = DEFAULT_PREFIX_BYTES
@@ -77,6 +78,7 @@ class PlanRequest:
             "--slots": (self.slots, 0),
             "--sweep-tokens": (self.sweep_tokens, 1),
             "--uploads-per-layer": (self.uploads_per_layer, 0),
+            "--guesses": (self.guesses, 0),
             "--ram": (self.ram_bytes, 0),
             "--prefix-ram": (self.prefix_bytes, 0),
             "KV block": (self.kv_block_tokens, 1),
@@ -242,8 +244,8 @@ class Sizes:
 
     @property
     def transient_bytes(self) -> int:
-        """rows x top-k of the largest expert (never more than a layer has)."""
-        return self.transient_experts * self.stride_bytes
+        """rows x top-k of the largest expert (never more than a layer has), and what is guessed for two layers."""
+        return (self.transient_experts + 2 * self.request.guesses) * self.stride_bytes
 
     @cached_property
     def decode_workspace_bytes(self) -> int:

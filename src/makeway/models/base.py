@@ -99,6 +99,10 @@ class Model(Protocol):
         before: the experts of the layer before, all in `acc`, whose `combine` is done here then."""
         ...
 
+    def router(self, layer: int) -> Weight:
+        """Of a layer: f32 [n_experts, hidden], for the same input as its experts."""
+        ...
+
     def combine(self, layer: int, h: Tensor, moe: RoutedInput) -> Tensor:
         """The residual after the layer, once the routed experts are in `moe.acc`."""
         ...

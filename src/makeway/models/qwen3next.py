@@ -88,6 +88,9 @@ class Qwen3Next:
         h, x = ops.add_norm(h, out, gamma=self._ffn_norms[layer], eps=eps)
         return h, moe_input(ops, self._moe[layer], x, top_k=self._head.top_k)
 
+    def router(self, layer: int) -> Weight:
+        return self._moe[layer].router
+
     def combine(self, layer: int, h: Tensor, moe: RoutedInput) -> Tensor:
         return h + moe.acc
 

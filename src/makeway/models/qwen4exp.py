@@ -199,6 +199,9 @@ class Qwen4Exp:
         h, x, inject = hc.mix(ops, self._hc_ffn[layer], h, eps=eps, added=(inject, out))
         return h, moe_input(ops, self._moe[layer], x, top_k=self._head.top_k, inject=inject)
 
+    def router(self, layer: int) -> Weight:
+        return self._moe[layer].router
+
     def combine(self, layer: int, h: Tensor, moe: RoutedInput) -> Tensor:
         assert moe.inject is not None
         return hc.combine(self._ops, h, moe.inject, moe.acc)

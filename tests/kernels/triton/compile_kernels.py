@@ -23,6 +23,7 @@ from makeway.kernels.triton.experts import (
     gate_up_kernel,
     gate_up_tiling,
 )
+from makeway.kernels.triton.guess import guess_kernel
 from makeway.kernels.triton.linear import linear_kernel, split_kernel, tiling
 from makeway.kernels.triton.step_plan import FETCH_WORDS, fetch_kernel, plan_kernel
 from makeway.kernels.triton.unpack import PLANES, planes_for
@@ -45,16 +46,23 @@ POINTERS = {
     "slot_of": "*i32",
     "wanted": "*u8",
     "spares": "*i32",
+    "guesses": "*i32",
+    "guesses_at": "*i64",
+    "guesses_spare": "*i32",
+    "limit": "*i32",
+    "taken": "*i32",
+    "told": "*i32",
 }
 FLOATS = ("out", "parts", "acc_out", "outputs", "weights", "routing")
 HALVES = ("x", "hidden_out", "hidden_in")
-LONGS = ("slots_at", "slot_stride", "transient_at", "transient_stride")
+LONGS = ("slots_at", "slot_stride", "transient_at", "transient_stride", "rooms_at", "room_stride")
 ANY_VALUE = ("n", "n_ids", "n_spares", "top_k")
 
 
 ACCESS = re.compile(r"\b(ld(?!\.param|\.shared)|st(?!\.param|\.shared)|atom|red(?!ux)|cp|prefetch\w*|discard)\.")
 """Of memory that other kernels know of, in PTX."""
 
+GUESS = {"GUESSES": 4, "HAS_LIVE": True, "num_warps": 4}
 PLAN = {"N": 8, "HAS_LIVE": True, "WORDS": FETCH_WORDS, "num_warps": 8}
 
 
@@ -146,12 +154,17 @@ def cases(every: bool) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, str
     """Name, kernel, constants, argument types. Small matrices unroll little, so that they compile quickly."""
     words = {"store": "*i32", "arena": "*i32"}
     yield "fetch", fetch_kernel, {"WORDS": FETCH_WORDS, "num_warps": 8}, words
-    yield "plan for 1 row", plan_kernel, {**PLAN, "PADDED": 16, "SPARES": 4, "FETCH": True}, words
+    alone = {**PLAN, "PADDED": 16, "SPARES": 4, "FETCH": True}
+    yield "plan for 1 row", plan_kernel, {**alone, "GUESSES": 4}, words
+    yield "guess for 1 row", guess_kernel, {**GUESS, "PADDED": 16}, {}
     yield linear_case(GGMLType.Q8_0, 64, 64, 1)
     yield down_case(GGMLType.Q5_1, 32, 32)
     if not every:
         return
-    yield "plan for 8 rows", plan_kernel, {**PLAN, "PADDED": 128, "SPARES": 8, "FETCH": False}, words
+    yield "plan for 1 row, none guessed", plan_kernel, {**alone, "GUESSES": 0}, words
+    many = {**PLAN, "PADDED": 128, "SPARES": 8, "FETCH": False}
+    yield "plan for 8 rows", plan_kernel, {**many, "GUESSES": 4}, words
+    yield "guess for 8 rows", guess_kernel, {**GUESS, "PADDED": 128}, {}
     yield "split", split_kernel, {"BLOCK": 1024, "num_warps": 4}, {"x": "*fp32", "out": "*bf16"}
     yield linear_case(GGMLType.Q6_K, 248320, 2560, 2)
     for kind in PLANES:

@@ -1,5 +1,7 @@
 """A GPU's executors on Triton's interpreter, in the slots and the ring of a planned arena, against direct experts."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -45,7 +47,7 @@ def test_a_step_hits_fetches_and_keeps(slots):
     rig.cached()
     rig.restore(1)
     n_restored = rig.cache.counters.uploads
-    executor = DeviceExperts(rig.cache, arena=rig.arena.whole, most_rows=4)
+    executor = DeviceExperts(rig.cache, arena=rig.arena.whole, most_rows=4, multiply=REFERENCE.linear)
     for step in range(4):
         for layer in range(N_LAYERS):
             moe = routed(rig, 10 * step % 20 + layer, n=1 + step % 2)
@@ -67,7 +69,7 @@ def test_the_report_counts_each_expert_of_a_layer_once():
     """Three rows of the first layer, the last of them padding; what no pass wrote does not count."""
     rig = Rig("qwen3moe-base-bf16.gguf", slots=2, uploads=2)
     rig.restore(1)  # expert 0 of every layer
-    tables = DeviceExperts(rig.cache, arena=rig.arena.whole, most_rows=3)._tables
+    tables = DeviceExperts(rig.cache, arena=rig.arena.whole, most_rows=3, multiply=REFERENCE.linear)._tables
     assert tables.routed.shape[1] == 4
     counters, sizes = rig.cache.counters, [layer.expert_bytes for layer in rig.plan.layers]
     hits, misses, link = counters.hits, counters.misses, counters.link_bytes
@@ -96,13 +98,47 @@ def test_bits_do_not_depend_on_where_an_expert_was():
         rig = Rig(FILE, slots=slots, uploads=2)
         rig.cached()
         rig.restore(slots)
-        executor = DeviceExperts(rig.cache, arena=rig.arena.whole, most_rows=4)
+        executor = DeviceExperts(rig.cache, arena=rig.arena.whole, most_rows=4, multiply=REFERENCE.linear)
         moe = routed(rig, 3, n=2)
         executor(0, moe)
         executor.end_step()
         sums.append(moe.acc)
     assert torch.equal(sums[0], sums[1])
     assert torch.equal(sums[0], sums[2])
+
+
+@pytest.mark.parametrize("uploads", [2, pytest.param(0, marks=pytest.mark.slow)])
+def test_what_was_guessed_is_not_fetched_again(uploads):
+    """Layer 1 is asked with layer 0's input; then it gets that itself, so that all guesses are right, or another."""
+    sums = []
+    for guesses in (0, 2):
+        rig = Rig("qwen3moe-base-bf16.gguf", slots=1, uploads=uploads, guesses=guesses)
+        rig.restore(1)
+        rig.cache.policy.wanted = lambda is_published, n_free: ~is_published  # every miss may take a spare
+        executor = DeviceExperts(rig.cache, arena=rig.arena.whole, most_rows=4, multiply=REFERENCE.linear)
+        router, counters = rig.runner.model.router(1), rig.cache.counters
+        for right in (True, False):
+            before, link = replace(counters), rig.device.link_bytes
+            first = routed(rig, 3, n=2)
+            ids, weights = REFERENCE.route(REFERENCE.linear(first.x, router), first.ids.shape[1])
+            if not right:
+                absent = [e for e in range(rig.plan.sizes.n_experts) if e not in ids][: ids.shape[1]]
+                ids = torch.tensor([absent, absent])
+            second = RoutedInput(first.x, ids, weights, torch.zeros_like(first.acc))
+            executor.begin_pass([0, 1], 2)
+            executor.run(0, first, first=0, next_router=router)
+            executor.run(1, second, first=0)
+            executor.end_step()
+            rig.cache.audit()
+            assert close(second.acc, truth(rig, 1, replace(second, acc=torch.zeros_like(second.acc))))
+            sums.append(second.acc)
+            made, misses = counters.guesses - before.guesses, counters.misses - before.misses
+            assert made == guesses
+            assert counters.right_guesses - before.right_guesses == (guesses if right else 0)
+            size = rig.plan.layers[1].stride_bytes
+            assert rig.device.link_bytes - link == (misses + (0 if right else guesses)) * size
+    assert torch.equal(sums[0], sums[2])
+    assert torch.equal(sums[1], sums[3])
 
 
 @pytest.mark.parametrize(

@@ -134,9 +134,10 @@ def kernel_name(kinds: Sequence[GGMLType], how: Cut, *, prologue: int, n: int) -
 class Linears:
     """All products of decode steps on one device."""
 
-    def __init__(self, device: torch.device, programs: Programs) -> None:
+    def __init__(self, device: torch.device, programs: Programs, *, n_parts: int = 1 << 23) -> None:
+        """`n_parts`: floats of the scratch."""
         self._device, self._programs = device, programs
-        self._parts = torch.empty(1 << 23, dtype=torch.float32, device=device)
+        self._parts = torch.empty(n_parts, dtype=torch.float32, device=device)
         self._counters = torch.zeros(1 << 14, dtype=torch.int32, device=device)
 
     def can_multiply(self, weight: Weight) -> bool:

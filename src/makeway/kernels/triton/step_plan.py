@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from makeway.kernels.triton.guess import Guesses
 from makeway.kernels.triton.launch import begin, overlap
 from makeway.kernels.triton.linear import MAX_ROWS
 
@@ -33,6 +34,9 @@ def find_entries(
     slot_of,
     wanted,
     spares,
+    guesses,
+    guesses_at,
+    n_taken,
     n_ids,
     top_k,
     n_spares,
@@ -41,10 +45,12 @@ def find_entries(
     transient_at,
     transient_stride,
     PADDED: tl.constexpr,
+    GUESSES: tl.constexpr,
     HAS_LIVE: tl.constexpr,
 ):
     """By place of `ids`: the expert (-1: none), whether the place is its first, the number of its entry, whether it is
-    missed, whether it takes a spare and which, and where its bytes are or go."""
+    to be fetched, whether it takes a spare and which, and where its bytes are or go. `n_taken`: spares that guesses
+    took."""
     i = tl.arange(0, PADDED)
     mine = tl.load(ids + i, mask=i < n_ids, other=-1).to(tl.int32)
     if HAS_LIVE:
@@ -58,14 +64,22 @@ def find_entries(
     entry = tl.sum((below & first[:, None]).to(tl.int32), 0)
     slot = tl.load(slot_of + mine, mask=first, other=0).to(tl.int64)
     misses = first & (slot < 0)
+    guessed_at = tl.zeros([PADDED], tl.int64)
+    if GUESSES > 0:
+        g = tl.arange(0, GUESSES)
+        match = (mine[:, None] == tl.load(guesses + g)[None, :]) & misses[:, None]
+        guessed_at = tl.sum(tl.where(match, tl.load(guesses_at + g)[None, :], 0), 1)
+        misses = misses & (tl.sum(match.to(tl.int32), 1) == 0)
     hopes = misses & (tl.load(wanted + mine, mask=misses, other=0) != 0)
-    spare = tl.sum((below & hopes[:, None]).to(tl.int32), 0)
+    spare = n_taken + tl.sum((below & hopes[:, None]).to(tl.int32), 0)
     kept = hopes & (spare < n_spares)
     passing = misses & (kept == 0)
     place = tl.sum((below & passing[:, None]).to(tl.int32), 0).to(tl.int64)
     spare_slot = tl.load(spares + spare, mask=kept, other=0).to(tl.int64)
-    in_slot = slots_at + tl.where(kept, spare_slot, slot) * slot_stride
-    at = tl.where(passing, transient_at + place * transient_stride, in_slot)
+    at = slots_at + tl.where(kept, spare_slot, slot) * slot_stride
+    at = tl.where(passing, transient_at + place * transient_stride, at)
+    if GUESSES > 0:
+        at = tl.where(first & (slot < 0) & (misses == 0), guessed_at, at)
     return mine, first, entry, misses, kept, spare, at
 
 
@@ -88,11 +102,15 @@ def write_plan(
     first_row,
     routed,
     fetched,
+    guesses,
+    guesses_spare,
+    n_taken,
     n_ids,
     top_k,
     n_spares,
     PADDED: tl.constexpr,
     SPARES: tl.constexpr,
+    GUESSES: tl.constexpr,
     N: tl.constexpr,
 ):
     """What `find_entries` found, for the kernels behind and for the host."""
@@ -112,9 +130,13 @@ def write_plan(
     tl.store(routed + tl.load(first_row) * top_k + i, mine, mask=i < n_ids)
     if SPARES > 0:
         s = tl.arange(0, SPARES)
-        n_kept = tl.sum(kept.to(tl.int32), 0)
+        n_kept = n_taken + tl.sum(kept.to(tl.int32), 0)
         tl.store(fetched + s, -1, mask=(s >= n_kept) & (s < n_spares))
         tl.store(fetched + spare, mine, mask=kept)
+        if GUESSES > 0:
+            g = tl.arange(0, GUESSES)
+            taken = tl.load(guesses_spare + g)
+            tl.store(fetched + taken, tl.load(guesses + g), mask=taken >= 0)
 
 
 @triton.jit
@@ -145,6 +167,9 @@ def plan_kernel(
     first_row,
     routed,
     fetched,
+    guesses,
+    guesses_at,
+    guesses_spare,
     store,
     arena,
     n_ids,
@@ -158,6 +183,7 @@ def plan_kernel(
     n_words,
     PADDED: tl.constexpr,
     SPARES: tl.constexpr,
+    GUESSES: tl.constexpr,
     N: tl.constexpr,
     HAS_LIVE: tl.constexpr,
     FETCH: tl.constexpr,
@@ -167,12 +193,18 @@ def plan_kernel(
     """Entries of a step, where their bytes are or go, which rows chose them, and the report: by the first program.
     FETCH: programs for each entry; all of them find the plan for themselves, and then copy it if it is missing."""
     begin(PDL)
+    n_taken = 0
+    if GUESSES > 0:
+        n_taken = tl.sum((tl.load(guesses_spare + tl.arange(0, GUESSES)) >= 0).to(tl.int32), 0)
     mine, first, entry, misses, kept, spare, at = find_entries(
         ids,
         live,
         slot_of,
         wanted,
         spares,
+        guesses,
+        guesses_at,
+        n_taken,
         n_ids,
         top_k,
         n_spares,
@@ -181,6 +213,7 @@ def plan_kernel(
         transient_at,
         transient_stride,
         PADDED,
+        GUESSES,
         HAS_LIVE,
     )
     if tl.program_id(0) + tl.program_id(1) == 0:
@@ -202,11 +235,15 @@ def plan_kernel(
             first_row,
             routed,
             fetched,
+            guesses,
+            guesses_spare,
+            n_taken,
             n_ids,
             top_k,
             n_spares,
             PADDED,
             SPARES,
+            GUESSES,
             N,
         )
     if FETCH:
@@ -319,9 +356,11 @@ def plan_step(
     report: Report,
     live: Tensor | None = None,
     source: Source | None = None,
+    guesses: Guesses | None = None,
 ) -> None:
     """Entries of a layer's step into `buffers`, what the host wants to know into `report`; with `source` the missing
-    ones are fetched in the same launch.
+    ones are fetched in the same launch. `guesses`: on another stream, which this one waits for; those that are needed
+    are where they say, and not missing.
 
     ids int [n, top_k] (-1: none), routing f32 [n, top_k], slot_of int32 [n_experts] (-1: not in a slot), wanted uint8
     [n_experts], spares int32 [n_spares]: slot numbers; live int32 [n], below 0 where a row is padding and routes
@@ -335,6 +374,9 @@ def plan_step(
     assert report.routed.shape[1] == buffers.top_k
     n_spares = spares.numel()
     assert report.fetched.numel() == n_spares
+    launch = overlap(ids.device)
+    if guesses is not None:  # what waits for two streams starts when both have ended
+        launch = launch | {"launch_pdl": False}
     plan_kernel[(1, 1) if source is None else (FETCH_PROGRAMS, buffers.n_entries)](
         ids,
         ids if live is None else live,
@@ -351,6 +393,9 @@ def plan_step(
         report.first,
         report.routed,
         report.fetched,
+        ids if guesses is None else guesses.experts,
+        ids if guesses is None else guesses.offsets,
+        ids if guesses is None else guesses.spares,
         buffers.experts if source is None else source.store.view(torch.int32),
         buffers.experts if source is None else source.arena.view(torch.int32),
         ids.numel(),
@@ -364,17 +409,18 @@ def plan_step(
         0 if source is None else source.n_bytes // 4,
         PADDED=max(16, triton.next_power_of_2(ids.numel())),
         SPARES=triton.next_power_of_2(n_spares) if n_spares else 0,
+        GUESSES=0 if guesses is None else guesses.n_entries,
         N=MAX_ROWS,
         HAS_LIVE=live is not None,
         FETCH=source is not None,
         WORDS=FETCH_WORDS,
         num_warps=8,
-        **overlap(ids.device),
+        **launch,
     )
 
 
-def fetch_missing(buffers: StepBuffers, source: Source, *, programs: int = FETCH_PROGRAMS) -> None:
-    """Copy the plan's missing experts into their rooms."""
+def fetch_missing(buffers: StepBuffers | Guesses, source: Source, *, programs: int = FETCH_PROGRAMS) -> None:
+    """Copy the missing experts of a plan, or of guesses, into their rooms."""
     fetch_kernel[(programs, buffers.n_entries)](
         source.store.view(torch.int32),
         source.arena.view(torch.int32),

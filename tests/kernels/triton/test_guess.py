@@ -1,0 +1,99 @@
+import torch
+
+from makeway.kernels.triton.guess import Guesses, guess_step
+from makeway.kernels.triton.step_plan import Report, Rooms, StepBuffers, plan_step
+
+STRIDE = 1 << 12
+SLOTS, TRANSIENT, GUESSED = 0, 8 * STRIDE, 32 * STRIDE
+
+
+def ints(values, device, dtype=torch.int32):
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+def guess(ids, device, *, limit, n=4, live=None, wanted=(0,) * 8):
+    """Experts 4 and 7 are in slots 1 and 0; spares are slots 2 and 3."""
+    guesses, told = Guesses.empty(n, device), ints([9] * n, device)
+    guess_step(
+        guesses,
+        ints(ids, device, torch.int64),
+        slot_of=ints([-1, -1, -1, -1, 1, -1, -1, 0], device),
+        wanted=ints(wanted, device, torch.uint8),
+        spares=ints([2, 3], device),
+        limit=ints([limit], device),
+        told=told,
+        slots=(SLOTS, STRIDE),
+        rooms=(GUESSED, STRIDE),
+        live=None if live is None else ints(live, device),
+    )
+    assert torch.equal(told, guesses.experts)
+    return guesses
+
+
+def test_the_likeliest_misses_are_guessed_each_once(device):
+    guesses = guess([[4, 6, 1], [6, 3, 7]], device, limit=4)
+    assert guesses.experts.tolist() == [6, 3, 1, -1], "by rank, then by row; 4 and 7 are in slots"
+    assert guesses.missing.tolist() == [1, 1, 1, 0]
+    assert guesses.offsets[:3].tolist() == [GUESSED, GUESSED + STRIDE, GUESSED + 2 * STRIDE]
+    assert guesses.spares.tolist() == [-1] * 4
+
+
+def test_as_many_as_the_layer_may_and_none_for_padding(device):
+    assert guess([[0, 6, 1], [5, 3, 2]], device, limit=2).experts.tolist() == [0, 5, -1, -1]
+    assert guess([[0, 6, 1], [5, 3, 2]], device, limit=0).missing.tolist() == [0] * 4
+    assert guess([[0, 6, 1], [5, 3, 2]], device, limit=9).experts.tolist() == [0, 5, 6, 3]
+    assert guess([[0, 6, -1], [5, 3, 2]], device, limit=4, live=[0, -1]).experts.tolist() == [0, 6, -1, -1]
+
+
+def test_wanted_guesses_take_spares_while_there_are_any(device):
+    guesses = guess([[0, 6, 1, 2]], device, limit=4, wanted=(1, 1, 1, 1, 1, 1, 0, 1))
+    assert guesses.experts.tolist() == [0, 6, 1, 2]
+    assert guesses.spares.tolist() == [0, -1, 1, -1]
+    assert guesses.offsets.tolist() == [2 * STRIDE, GUESSED + STRIDE, 3 * STRIDE, GUESSED + 3 * STRIDE]
+
+
+def plan(ids, guesses, device, *, wanted=(0,) * 8):
+    buffers = StepBuffers(device, n=len(ids), top_k=len(ids[0]), hidden=32, width=32)
+    report = Report(ints([0], device), ints([[9] * len(ids[0])] * len(ids), device), ints([9, 9], device))
+    plan_step(
+        buffers,
+        ints(ids, device, torch.int64),
+        routing=torch.ones(len(ids), len(ids[0]), device=device),
+        slot_of=ints([-1, -1, -1, -1, 1, -1, -1, 0], device),
+        wanted=ints(wanted, device, torch.uint8),
+        spares=ints([2, 3], device),
+        rooms=Rooms(slots_at=SLOTS, slot_stride=STRIDE, transient_at=TRANSIENT, transient_stride=STRIDE),
+        report=report,
+        guesses=guesses,
+    )
+    return buffers, report.fetched.tolist()
+
+
+def test_the_plan_takes_what_was_guessed_right_and_fetches_the_rest(device):
+    wanted = (1, 1, 0, 1, 0, 0, 0, 0)
+    guesses = guess([[0, 6, 5]], device, limit=4, wanted=wanted)
+    assert guesses.spares.tolist() == [0, -1, -1, -1]
+    buffers, fetched = plan([[6, 1, 3, 4, 2]], guesses, device, wanted=wanted)
+    assert buffers.experts.tolist() == [1, 2, 3, 4, 6]
+    assert buffers.missing.tolist() == [1, 1, 1, 0, 0]
+    assert buffers.offsets.tolist() == [
+        SLOTS + 3 * STRIDE,  # the spare that no guess took
+        TRANSIENT,
+        TRANSIENT + STRIDE,  # wanted, and no spare is left
+        SLOTS + STRIDE,
+        GUESSED + STRIDE,
+    ]
+    assert fetched == [0, 1], "a wrong guess that was wanted is in its spare all the same"
+
+
+def test_without_a_right_guess_the_plan_fetches_all(device):
+    for guesses, n_taken in (
+        (None, 0),
+        (Guesses.empty(4, device), 0),
+        (guess([[5, 5]], device, limit=4), 0),
+        (guess([[5, 5]], device, limit=4, wanted=(1,) * 8), 1),
+    ):
+        buffers, fetched = plan([[6, 1], [4, 1]], guesses, device, wanted=(1,) * 8)
+        assert buffers.missing[:3].tolist() == [1, 0, 1]
+        assert buffers.offsets[0].item() == SLOTS + (2 + n_taken) * STRIDE
+        assert fetched == ([1, 6] if n_taken == 0 else [5, 1])
