@@ -188,8 +188,10 @@ class Sweep:
             for part, rows, batch in self._chunks:
                 if self._is_live(part):
                     before = buffers.routed(rows) if layer else None
-                    h, moe = model.mix(layer, buffers.residual[rows], batch, before=before)
-                    buffers.residual[rows] = h
+                    residual = buffers.residual[rows]
+                    h, moe = model.mix(layer, residual, batch, before=before)
+                    if h.data_ptr() != residual.data_ptr():  # kernels may add in place
+                        residual.copy_(h)
                     buffers.put(rows, moe)
                     if self._on_mixed is not None:
                         self._on_mixed(layer, part, rows.stop - part.first)

@@ -128,7 +128,7 @@ class TritonPieces:
         pairs = SortedPairs.of(self._workspace, n, top_k, n_experts=n_experts)
         room = self._workspace[align_up(SortedPairs.nbytes(n, top_k, n_experts)) :]
         fixed = SweepScratch.nbytes(matrices, n_experts=self._piece, n_rows=0)
-        per_row = 2 * matrices.d_ff + 4 * matrices.d
+        per_row = 2 * matrices.d_ff + 2 * matrices.d
         n_rows = min((room.numel() - fixed - 1024) // per_row, n * top_k)
         if n_rows < 1:
             raise EngineFailed(

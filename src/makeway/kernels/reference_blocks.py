@@ -105,8 +105,9 @@ def hc_combine(h: Tensor, inject: Tensor, out: Tensor) -> Tensor:
 def hc_mix(
     h: Tensor, w: MixerWeights, *, eps: float, added: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """h f32 [n, streams, hidden], after `hc_combine` with `added` (inject, out) if there is any -> that h, the block's
-    input f32 [n, hidden] and its own inject factors f32 [n, streams]."""
+    """h f32 [n, streams, hidden], after `hc_combine` with `added` (inject, out) if there is any -> that h (a
+    new one here; kernels may change h itself), the block's input f32 [n, hidden] and its own inject factors f32 [n,
+    streams]."""
     if added is not None:
         h = hc_combine(h, *added)
     n, n_streams, hidden = h.shape

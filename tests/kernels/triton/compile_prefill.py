@@ -62,7 +62,7 @@ def decode_case(kind: GGMLType, n_cols: int, *, stacked: bool = False) -> Case:
 
 def product_cases(tiles: gemm.Tiles) -> Iterator[Case]:
     experts = {"starts": I64, "order": I32, "offsets": I32, "pair_weights": F32}
-    for kernel, tile, out in ((gemm.gate_up_kernel, tiles.gate_up, BF16), (gemm.down_kernel, tiles.down, F32)):
+    for kernel, tile, out in ((gemm.gate_up_kernel, tiles.gate_up, BF16), (gemm.down_kernel, tiles.down, BF16)):
         for each in {tile, replace(tile, described=False)}:  # bf16 experts are multiplied where they lie
             types = {**experts, **operands(each, both=kernel is gemm.down_kernel), "out": out}
             name = kernel.__name__.removesuffix("_kernel") + (" described" if each.described else "")
@@ -97,7 +97,7 @@ def conv_cases() -> Iterator[Case]:
 
 
 def sort_cases() -> Iterator[Case]:
-    types = {"ids": I64, "offsets": I32, "places": I32, "order": I32, "acc": F32, "out": F32}
+    types = {"ids": I64, "offsets": I32, "places": I32, "order": I32, "acc": F32, "out": BF16}
     yield Case("count", sort.count_kernel, types, {"BINS": 512, "TILE": sort.COUNT_TILE, "num_warps": 4})
     yield Case("scan", sort.scan_kernel, types, {"BINS": 512, "num_warps": 4})
     yield Case("place", sort.place_kernel, types, {"TILE": sort.PLACE_TILE, "num_warps": 4})

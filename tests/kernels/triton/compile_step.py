@@ -132,7 +132,7 @@ def others() -> Iterator[Case]:
         sizes = {"EXPERTS": experts, "PADDED": experts, "TOP_K": top_k, "PADDED_K": 1 << (top_k - 1).bit_length()}
         constants = {**sizes, "BLOCK": 256, "SHARED": shared, "PARTS": 2 if shared else 0, "num_warps": 1}
         yield f"choice of {experts}", moe_input.choice_kernel, constants, {**PARTS, "ids": "*i64"}
-    sizes = {"D": 128, "SIGMOID": True, "WHOLE": True}
+    sizes = {"D": 128, "HEADS": 1, "SIGMOID": True, "WHOLE": True}
     yield "gated norm", fused.gated_norm_kernel, {**sizes, "PARTS": 2, "num_warps": 1}, PARTS
 
 

@@ -7,6 +7,7 @@ from makeway.kernels import reference
 from makeway.kernels import reference_blocks as blocks
 from makeway.kernels.triton import fused
 from makeway.kernels.triton.gated_delta import gated_delta
+from makeway.kernels.triton.linear import MAX_ROWS
 from tests.kernels.triton.paged import batch, padded
 from tests.kernels.triton.test_delta import D_K, D_V, HEADS, K_HEADS, TAPS, close, conv_state, delta_state, on
 
@@ -28,10 +29,12 @@ def test_stream_norm_with_and_without_something_added(n_parts, device):
         expected_h = h if added is None else blocks.hc_combine(h, inject, out)
         expected = reference.rms_norm(expected_h, gamma.view(4, 20), 1e-6).reshape(3, -1)
         on_device = None if added is None else (inject.to(device), out.to(device))
-        new_h, normed, parts = fused.stream_norm(
-            h.to(device), gamma.to(device), eps=1e-6, n_parts=n_parts, added=on_device
-        )
+        given = h.to(device, copy=True)
+        new_h, normed, parts = fused.stream_norm(given, gamma.to(device), eps=1e-6, n_parts=n_parts, added=on_device)
         torch.testing.assert_close(new_h.cpu(), expected_h)
+        in_place = added is None or n_parts == 1  # a chunk's streams change where they are
+        assert (new_h.data_ptr() == given.data_ptr()) == in_place
+        assert torch.equal(given.cpu(), new_h.cpu() if in_place else h)
         limit = 2**-8 if n_parts == 1 else 1e-5
         torch.testing.assert_close(normed.cpu().float(), expected, rtol=limit, atol=1e-6)
         same_as_parts(parts.cpu(), expected)
@@ -47,7 +50,12 @@ def test_the_end_of_a_mixer(n_streams, device):
     torch.testing.assert_close(x.cpu(), expected, rtol=1e-5, atol=1e-6)
     same_as_parts(parts.cpu(), x.cpu())
     torch.testing.assert_close(inject.cpu(), 2 * reference.sigmoid(raw / n_streams), rtol=1e-5, atol=1e-6)
-    assert fused.mixed(up.to(device), normed.to(device), None, n_streams=n_streams, n_parts=1)[2] is None
+    up, normed = up.bfloat16(), normed.bfloat16()  # as a chunk has them
+    expected = (reference.sigmoid(up.float()) * normed.float()).view(2, n_streams, 300).mean(1)
+    x, parts, none = fused.mixed(up.to(device), normed.to(device), None, n_streams=n_streams, n_parts=1)
+    torch.testing.assert_close(x.cpu(), expected, rtol=1e-5, atol=1e-6)
+    same_as_parts(parts.cpu(), x.cpu())
+    assert none is None
 
 
 def test_the_gate_of_ple(device):
@@ -82,6 +90,20 @@ def test_a_residual_with_something_added_and_its_norm(n_parts, d, device):
         assert parts.shape == (n_parts, 3, d)
         if n_parts:
             same_as_parts(parts.cpu(), x.cpu())
+
+
+@pytest.mark.parametrize(("n", "heads", "n_parts"), [(3, 5, 2), (3, 5, 0), (MAX_ROWS + 1, 19, 1), (MAX_ROWS + 1, 3, 1)])
+def test_heads_normed_and_gated_one_by_one_or_many_together(n, heads, n_parts, device):
+    x, gate, gamma = randn(n, heads, 16), randn(n, heads * 16 + 4, seed=1)[:, : heads * 16], randn(16, seed=2)
+    normed = reference.rms_norm(x, gamma, 1e-6).reshape(n, -1)
+    for sigmoid_gate in (True, False):
+        expected = normed * (reference.sigmoid(gate) if sigmoid_gate else reference.silu(gate))
+        where = {"eps": 1e-6, "sigmoid_gate": sigmoid_gate, "n_parts": n_parts}
+        out, parts = fused.gated_norm_parts(x.to(device), gate.to(device), gamma.to(device), **where)
+        limit = 2**-8 if n_parts == 1 else 1e-5
+        torch.testing.assert_close(out.cpu().float(), expected, rtol=limit, atol=1e-6)
+        if n_parts:
+            same_as_parts(parts.cpu(), expected)
 
 
 @pytest.mark.parametrize(("keep", "sigmoid_gate"), [(False, True), (True, False)])

@@ -53,23 +53,23 @@ def test_no_token_leaves_every_expert_empty(device):
     assert pairs.offsets.tolist() == [0] * 5
 
 
-@pytest.mark.parametrize(("capacity", "piece"), [(7, 2), (1000, 6)])
-def test_sum_has_the_same_bits_for_every_round_and_piece(capacity, piece, device):
+@pytest.mark.parametrize(("capacity", "piece", "kind"), [(7, 2, "float32"), (1000, 6, "float32"), (7, 6, "bfloat16")])
+def test_sum_has_the_same_bits_for_every_round_and_piece(capacity, piece, kind, device):
     n, top_k, n_experts, hidden = 24, 3, 6, 20
     ids = random_ids(n, top_k, n_experts)
     there, pairs = sorted_pairs(ids, n_experts, device)
     order = expected_order(ids)
     generator = torch.Generator().manual_seed(5)
-    outputs = torch.randn((len(order), hidden), generator=generator)
+    outputs = torch.randn((len(order), hidden), generator=generator).to(getattr(torch, kind))
     expected = torch.randn((n, hidden), generator=generator)
     acc = expected.to(device, copy=True)
     for place, pair in enumerate(order.tolist()):  # ascending expert id
-        expected[pair // top_k] += outputs[place]
+        expected[pair // top_k] += outputs[place].float()
     for first in range(0, n_experts, piece):
         last = min(first + piece, n_experts)
         low, high = int(pairs.offsets[first]), int(pairs.offsets[last])
         for skip in range(0, n * top_k, capacity):
-            out = torch.full((capacity, hidden), torch.nan)  # what no pair filled must not be read
+            out = torch.full((capacity, hidden), torch.nan, dtype=outputs.dtype)  # what no pair filled must not be read
             filled = outputs[min(low + skip, high) : min(low + skip + capacity, high)]
             out[: len(filled)] = filled
             combine(acc, out.to(device), pairs=there, first=first, last=last, skip=skip)

@@ -11,8 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from makeway.kernels.triton.launch import begin, overlap
+from makeway.kernels.triton.linear import MAX_ROWS
 from makeway.kernels.triton.quick import quick
 from makeway.kernels.triton.small import sigmoid_of
+
+CHUNK_HEADS = 16  # heads of a chunk's row that a program norms and gates
 
 
 @triton.jit
@@ -135,10 +138,10 @@ def stream_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """h f32 [n, streams, hidden] (a new one with `added`: inject, out), each stream normed as f32 [n, streams * hidden]
     and as bf16 [n_parts, n, streams * hidden]; with one part the former is that part, for a chunk's matrices round it
-    anyway and bytes are what a chunk's mixer waits for."""
+    anyway and bytes are what a chunk's mixer waits for. For the same reason `added` goes into h itself then."""
     h = h.contiguous()
     n, n_streams, hidden = h.shape
-    new_h = h if added is None else torch.empty_like(h)
+    new_h = h if added is None or n_parts == 1 else torch.empty_like(h)
     inject, out = (h, h) if added is None else (added[0].contiguous(), added[1].contiguous())
     parts = torch.empty((n_parts, n, n_streams * hidden), dtype=torch.bfloat16, device=h.device)
     normed = parts[0] if n_parts == 1 else torch.empty(parts.shape[1:], dtype=torch.float32, device=h.device)
@@ -301,7 +304,7 @@ def mix_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for s in tl.static_range(N_STREAMS):
         at = (row * N_STREAMS + s) * D + i
-        gate = sigmoid_of(tl.load(up + at, mask=inside, other=0.0))
+        gate = sigmoid_of(tl.load(up + at, mask=inside, other=0.0).to(tl.float32))
         total += gate * tl.load(normed + at, mask=inside, other=0.0)
     total = total / N_STREAMS
     at = row * D + i
@@ -317,8 +320,8 @@ def mix_kernel(
 def mixed(
     up: Tensor, normed: Tensor, raw_inject: Tensor | None, *, n_streams: int, n_parts: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The end of `hc_mix`: up f32 and normed f32 or bf16 [n, streams * hidden] -> x f32 [n, hidden], its parts, inject
-    factors."""
+    """The end of `hc_mix`: up and normed, each f32 or bf16 [n, streams * hidden] -> x f32 [n, hidden], its parts,
+    inject factors."""
     n, hidden = up.shape[0], up.shape[1] // n_streams
     x = torch.empty((n, hidden), dtype=torch.float32, device=up.device)
     parts = torch.empty((n_parts, n, hidden), dtype=torch.bfloat16, device=up.device)
@@ -393,27 +396,31 @@ def gated_norm_kernel(
     parts,
     part_stride,
     gate_row,
+    n_heads,
     eps,
     D: tl.constexpr,
+    HEADS: tl.constexpr,
     SIGMOID: tl.constexpr,
     WHOLE: tl.constexpr,
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One head of a row: rms norm of x, times sigmoid or silu of the gate, f32 where WHOLE, and parts."""
+    """HEADS heads of a row: rms norm of x, times sigmoid or silu of the gate, f32 where WHOLE, and parts."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, D)
-    at = (row * tl.num_programs(1) + tl.program_id(1)) * D + i
-    value = tl.load(x + at)
-    value = value * tl.rsqrt(tl.sum(value * value, 0) / D + eps) * tl.load(gamma + i)
-    g = tl.load(gate + row * gate_row + tl.program_id(1) * D + i)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    i = tl.arange(0, D)[None, :]
+    inside = (head < n_heads) & (i < D)
+    at = (row * n_heads + head) * D + i
+    value = tl.load(x + at, mask=inside, other=0.0)
+    value = value * tl.rsqrt(tl.sum(value * value, 1) / D + eps)[:, None] * tl.load(gamma + i)
+    g = tl.load(gate + row * gate_row + head * D + i, mask=inside, other=0.0)
     factor = sigmoid_of(g)
     if not SIGMOID:
         factor = factor * g
     if WHOLE:
-        tl.store(out + at, value * factor)
-    store_parts(parts, at, part_stride, value * factor, i < D, PARTS)
+        tl.store(out + at, value * factor, mask=inside)
+    store_parts(parts, at, part_stride, value * factor, inside, PARTS)
 
 
 def gated_norm_parts(
@@ -427,7 +434,9 @@ def gated_norm_parts(
     assert d == triton.next_power_of_2(d)
     parts = torch.empty((n_parts, n, heads * d), dtype=torch.bfloat16, device=x.device)
     out = parts[0] if n_parts == 1 else torch.empty((n, heads * d), dtype=torch.float32, device=x.device)
-    gated_norm_kernel[(n, heads)](
+    # A step has few rows and wants many programs, a chunk has many and wants programs that move kilobytes each.
+    n_together = 1 if n <= MAX_ROWS else min(CHUNK_HEADS, triton.next_power_of_2(heads))
+    gated_norm_kernel[(n, triton.cdiv(heads, n_together))](
         x,
         gate,
         gamma,
@@ -435,12 +444,14 @@ def gated_norm_parts(
         parts,
         x.numel(),
         gate.stride(0),
+        heads,
         eps,
         D=d,
+        HEADS=n_together,
         SIGMOID=sigmoid_gate,
         WHOLE=n_parts != 1,
         PARTS=n_parts,
-        num_warps=1,
+        num_warps=1 if n_together == 1 else 4,
         **overlap(x.device),
     )
     return out, parts

@@ -154,7 +154,7 @@ def gate_up(x: Tensor, weights: PlainMatrices, *, d_ff: int, part: Round, out: T
 
 
 def down(x: Tensor, weights: PlainMatrices, *, part: Round, pair_weights: Tensor, out: Tensor) -> None:
-    """out f32 [capacity, d] = (x down^T) * the pair's weight, for the rows of a round.
+    """out bf16 or f32 [capacity, d] = (x down^T) * the pair's weight, for the rows of a round.
 
     x bf16 [capacity, d_ff] as `gate_up` left it; weights: down [d, d_ff]; pair_weights f32 [n, k].
     """
@@ -354,4 +354,4 @@ def down_kernel(
         value = multiply(left, right, d_ff, ROWS, COLUMNS, DEPTH, EVEN)
     value *= tl.load(pair_weights + tl.load(order + rows))[:, None]
     target = out + (places - low).to(tl.int64)[:, None] * d + columns[None, :]
-    tl.store(target, value, mask=(places < end)[:, None] & (columns < d)[None, :])
+    tl.store(target, value.to(out.dtype.element_ty), mask=(places < end)[:, None] & (columns < d)[None, :])

@@ -124,7 +124,9 @@ class TritonOps:
         if self._in_cuda(n, (w.up,)):
             up = self._steps(low, (w.up,), silu_scale=1.0 / n_streams)[0]
         else:
-            up = self._multiply_or(fused.silu_parts(low, scale=1.0 / n_streams, n_parts=_n_parts(n)), w.up)
+            low_parts = fused.silu_parts(low, scale=1.0 / n_streams, n_parts=_n_parts(n))
+            # a chunk's is read once, by what comes next, and is as wide as all streams: half the bytes, twice
+            up = self._multiply_or(low_parts, w.up, torch.float32 if n <= linear.MAX_ROWS else torch.bfloat16)
         raw_inject = rest[0] if rest else None
         x, parts, inject = fused.mixed(up, normed, raw_inject, n_streams=n_streams, n_parts=n_parts)
         self._remember(x, parts)
@@ -188,18 +190,18 @@ class TritonOps:
     def _has_kernel(self, n: int, weight: Weight) -> bool:
         return linear.can_multiply(weight) if n <= linear.MAX_ROWS else chunks.can_multiply(weight)
 
-    def _multiply(self, parts: Tensor, weight: Weight) -> Tensor:
-        """bf16 [parts, n, n_cols] times the transposed weight: f32 [n, n_rows]."""
+    def _multiply(self, parts: Tensor, weight: Weight, out_type: torch.dtype = torch.float32) -> Tensor:
+        """bf16 [parts, n, n_cols] times the transposed weight: [n, n_rows], f32 in a step."""
         n = parts.shape[1]
         if n <= linear.MAX_ROWS:
             return linear.linear(parts, weight, scratch=self._rows)
-        out = torch.empty((n, weight.n_rows), dtype=torch.float32, device=parts.device)
+        out = torch.empty((n, weight.n_rows), dtype=out_type, device=parts.device)
         chunks.chunk_linear(parts[0], weight, out=out, scratch=self._chunk_scratch())
         return out
 
-    def _multiply_or(self, parts: Tensor, weight: Weight) -> Tensor:
+    def _multiply_or(self, parts: Tensor, weight: Weight, out_type: torch.dtype = torch.float32) -> Tensor:
         if self._has_kernel(parts.shape[1], weight):
-            return self._multiply(parts, weight)
+            return self._multiply(parts, weight, out_type)
         return self._reference(parts.float().sum(0), weight)
 
     def _reference(self, x: Tensor, weight: Weight) -> Tensor:

@@ -1,7 +1,7 @@
 """Token sort for a sweep: (token, expert) pairs by expert, and the sum of their outputs by token.
 
 Owns the order of pairs, and the order of the sum. Never waits for the device: how many pairs an expert got stays there.
-Owns the order of pairs and of the sum. Never waits for the device: how many pairs an expert got stays there.
+Hazard: outputs of pairs may be rounded to bf16 on their way, but their sum is always f32.
 """
 
 from dataclasses import dataclass
@@ -70,8 +70,8 @@ def sort_pairs(ids: Tensor, pairs: SortedPairs) -> None:
 def combine(acc: Tensor, out: Tensor, *, pairs: SortedPairs, first: int, last: int, skip: int) -> None:
     """acc f32 [n, hidden] += out, for the places of one round, token by token in ascending expert id.
 
-    out f32 [capacity, hidden] holds the weighted outputs of places offsets[first] + skip ... (at most `capacity`,
-    below offsets[last]). Each token's row is changed by one program, one addition per expert.
+    out bf16 or f32 [capacity, hidden] holds the weighted outputs of places offsets[first] + skip ... (at most
+    `capacity`, below offsets[last]). Each token's row is changed by one program, one addition per expert.
     """
     capacity, hidden = out.shape
     top_k = pairs.places.shape[1]

@@ -48,7 +48,7 @@ class ExpertMatrices:
 
 @dataclass(frozen=True)
 class SweepScratch:
-    """weights bf16 [experts at a time, 3 d d_ff]; hidden bf16 [rows at a time, d_ff]; out f32 [rows at a time, d];
+    """weights bf16 [experts at a time, 3 d d_ff]; hidden bf16 [rows at a time, d_ff]; out bf16 [rows at a time, d];
     starts int64 [experts at a time]: the first byte of each expert in `weights`; each int32 [experts at a time + 1]: 0,
     1, ..., the offsets of experts that all have rows."""
 
@@ -84,7 +84,7 @@ def _layout(
     shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...] = (
         ((n_experts, matrices.n_values), torch.bfloat16),
         ((n_rows, matrices.d_ff), torch.bfloat16),
-        ((n_rows, matrices.d), torch.float32),
+        ((n_rows, matrices.d), torch.bfloat16),
         ((n_experts,), torch.int64),
         ((n_experts + 1,), torch.int32),
     )
