@@ -29,13 +29,14 @@ KERNEL(32) bytes_kernel(i32* c, const u8* a, const u8* b) {
         for (int i = 0; i < 4; i++) c[of * 128 + (g + i / 2 * 8) * 8 + 2 * t + i % 2] = sums[of][i];
 }
 
-// out[i] = sum over lanes by shfl_xor; out[n + i] = the value of lane `lane` by shfl.
+// out[i] = sum over lanes by shfl_xor; out[n + i] = the value of lane `lane` by shfl; out[2 n + i] = the largest of the lanes'.
 KERNEL(128) shuffle_kernel(float* out, const float* in, int n, int lane) {
     int i = thread_x();
     float sum = in[i];
     for (int mask = 1; mask < 32; mask *= 2) sum += shfl_xor(sum, mask);
     out[i] = sum;
     out[n + i] = as_float(shfl(as_u32(in[i]), lane));
+    out[2 * n + i] = as_float(max_of_warp(as_u32(in[i])));
 }
 
 // Each block sums its part through shared memory; the last block to come adds the parts in order.

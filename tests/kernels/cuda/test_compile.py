@@ -1,4 +1,4 @@
-"""Every kernel in CUDA C++ builds for an RTX 3090 and a Hopper GPU; what spills is listed here."""
+"""Every kernel in CUDA C++ builds for an RTX 3090 and a Hopper GPU, and keeps its values in registers."""
 
 import pytest
 
@@ -8,7 +8,6 @@ from makeway.kernels.cuda.compiler import Module
 pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
 
 MOST_SHARED = 99 * 1024  # of a block on sm_86
-SPILLED_BYTES = {"gate_up_kernel": 32, "linears_kernel": 96}  # at most, stores and loads; others spill nothing
 
 
 def check(program, arch, tmp_path):
@@ -17,7 +16,7 @@ def check(program, arch, tmp_path):
     for name in names:
         needs = module.resources[name]
         assert needs.shared_bytes <= MOST_SHARED, name
-        assert needs.spill_bytes <= SPILLED_BYTES.get(name.partition("<")[0], 0), f"{name}: {needs}"
+        assert needs.spill_bytes == 0, f"{name}: {needs}"
 
 
 @pytest.mark.parametrize("program", all_kernels([8]), ids=lambda program: program[0][0].stem)

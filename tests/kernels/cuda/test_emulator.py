@@ -61,11 +61,12 @@ def test_the_layout_of_a_product_of_bytes(program):
 @pytest.mark.parametrize("reverse", [False, True])
 def test_shuffles(program, reverse):
     values = np.arange(128, dtype=np.float32) ** 2
-    out = np.zeros(256, np.float32)
+    out = np.zeros(384, np.float32)
     program.run("shuffle_kernel", (1, 1, 1), 128, 0, (out, values, 128, 5), reverse=reverse)
     warps = values.reshape(4, 32)
     np.testing.assert_array_equal(out[:128], np.repeat(warps.sum(axis=1), 32))
-    np.testing.assert_array_equal(out[128:], np.repeat(warps[:, 5], 32))
+    np.testing.assert_array_equal(out[128:256], np.repeat(warps[:, 5], 32))
+    np.testing.assert_array_equal(out[256:], np.repeat(warps.max(axis=1), 32))
 
 
 @pytest.mark.parametrize("reverse", [False, True])

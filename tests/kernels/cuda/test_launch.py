@@ -148,10 +148,10 @@ def test_a_gpu_does_what_the_emulation_does(module):
     assert torch.equal(out.cpu(), want)
 
     values = torch.arange(128.0) ** 2
-    out = torch.zeros(256, device="cuda")
+    out = torch.zeros(384, device="cuda")
     module.kernel("shuffle_kernel", "ppii").launch((1, 1, 1), 128, 0, (out, values.cuda(), 128, 5))
     warps = values.reshape(4, 32)
-    want = torch.cat([warps.sum(dim=1).repeat_interleave(32), warps[:, 5].repeat_interleave(32)])
+    want = torch.cat([each.repeat_interleave(32) for each in (warps.sum(dim=1), warps[:, 5], warps.amax(dim=1))])
     assert torch.equal(out.cpu(), want)
 
     words = np.random.default_rng(2).integers(0, 2**32, 4096, dtype=np.uint32)

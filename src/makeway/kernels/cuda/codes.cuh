@@ -11,12 +11,8 @@ enum Kind : int {  // as in GGUF
     Q6_K = 14, IQ4_NL = 20, IQ4_XS = 23, BF16 = 30, MXFP4 = 39
 };
 
-// How the sums of activations come in, for what is added to a code (see product.cuh).
-enum Sums : int { NO_SUMS = 0, SUMS_BY_BLOCK = 1, SUMS_BY_PRODUCT = 2 };
-
 constexpr u32 NIBBLES = 0x0F0F0F0F;
 constexpr u32 BASE = 0x43004300;  // 128.0 twice, in bf16
-constexpr float TWO_23 = 8388608.0f;
 
 DEVICE constexpr bool is_float(int kind) { return kind == F32 || kind == F16 || kind == BF16; }
 
@@ -29,13 +25,9 @@ template <int i>
 DEVICE i32 signed_byte_of(u32 word) {
     return static_cast<i32>(prmt(word, 0, 0x8880 + 0x1111 * i));
 }
-// A small integer in the lowest byte of a word as bf16, twice; `less` takes away 2^23 and what it stands above zero.
-DEVICE u32 twice_bf16(u32 byte, float less = TWO_23) {
-    const u32 bits = as_u32(as_float(byte | 0x4B000000u) - less);
-    return prmt(bits, bits, 0x3232);
-}
-DEVICE u32 bf16_pair(u32 low_byte, u32 high_byte, float less = TWO_23) {
-    return prmt(twice_bf16(low_byte, less), twice_bf16(high_byte, less), 0x5410);
+template <int i>
+DEVICE u32 four_of_byte(u32 word) {
+    return prmt(word, 0, 0x1111 * i);
 }
 // Bytes 0 and 2 of a word of signed ones as bf16: 128 + (low seven bits), minus 128 or, where the sign is set, 256.
 DEVICE u32 signed_pair(u32 word) {
@@ -43,22 +35,26 @@ DEVICE u32 signed_pair(u32 word) {
 }
 
 // Columns 32 s .. 32 s + 31 of a lane's row, as `codes` sees them.
-//   IS_SHARED: fields are read from a copy of the row's bytes in shared memory, else from global memory into registers
+//   open(row, t): from a copy of the row's bytes in shared memory, of floats from global memory
+//   BY_EIGHT: words are read by eights of bytes, else by fours or less
 //   HALVES: the lane's columns are 4 t .. 4 t + 3 of either half: codes[0] of the first, codes[1] of the second
 //   BY_16: a scale for each half
 //   scale<s, half>(): what the codes' products are multiplied by: IN_INTEGERS an integer, and then block_scale(), else all of it
+//   beside<s>(): with HAS_MINIMA the unsigned minima that times block_min() are taken away, with BIAS the signed scales of
+//     what is: the bytes of either half, four times, so that they are multiplied as the codes are
+//   HAS_SHIFT: shift<s>() is added to each weight
 template <int KIND>
 struct Block;
 
 // Scales and minima of a Q4_K or Q5_K block: eight of 6 bits each, in 12 bytes, over two halves.
 struct SuperBlock {
-    static constexpr bool IS_SHARED = false, HALVES = false, BY_16 = false, HAS_MINIMA = true;
+    static constexpr bool HALVES = false, BY_EIGHT = true, BY_16 = false, HAS_MINIMA = true;
     static constexpr bool SIGNED = false, IN_INTEGERS = true;
-    static constexpr int COLUMNS = 256, SUMS = SUMS_BY_PRODUCT, BIAS = 0;
+    static constexpr int COLUMNS = 256, BIAS = 0;
     u32 both, scales[2], minima[2];
 
-    DEVICE void load_head(const u8* row) {
-        const uint4 head = load16(row);
+    DEVICE void open_head(const u8* row) {
+        const uint4 head = *reinterpret_cast<const uint4*>(row);
         both = head.x;
         scales[0] = head.y;
         minima[0] = head.z;
@@ -77,15 +73,11 @@ struct SuperBlock {
     DEVICE i32 scale() const {
         return byte_of<s % 4>(scales[s / 4]);
     }
-    // Of columns' blocks t and t + 4, each twice, for the product with sums of 16.
-    DEVICE void scale_pairs(int t, u32& first, u32& second) const {
-        first = twice_bf16((scales[0] >> (8 * t)) & 0xFF);
-        second = twice_bf16((scales[1] >> (8 * t)) & 0xFF);
+    template <int s>
+    DEVICE void beside(u32 (&out)[2]) const {
+        out[0] = out[1] = four_of_byte<s % 4>(minima[s / 4]);
     }
-    DEVICE void min_pairs(int t, u32& first, u32& second) const {
-        first = twice_bf16((minima[0] >> (8 * t)) & 0xFF);
-        second = twice_bf16((minima[1] >> (8 * t)) & 0xFF);
-    }
+    DEVICE static uint2 eight_bytes(const u8* at) { return *reinterpret_cast<const uint2*>(at); }
 };
 
 template <>
@@ -93,10 +85,10 @@ struct Block<Q4_K> : SuperBlock {
     static constexpr int BYTES = 144;
     uint2 words[4];
 
-    DEVICE void load(const u8* row, int t) {
-        load_head(row);
+    DEVICE void open(const u8* row, int t) {
+        open_head(row);
 #pragma unroll
-        for (int j = 0; j < 4; j++) words[j] = load8(row + 16 + 32 * j + 8 * t);
+        for (int j = 0; j < 4; j++) words[j] = eight_bytes(row + 16 + 32 * j + 8 * t);
     }
     template <int s>
     DEVICE void codes(u32 (&out)[2]) const {
@@ -110,11 +102,11 @@ struct Block<Q5_K> : SuperBlock {
     static constexpr int BYTES = 176;
     uint2 fifth, words[4];
 
-    DEVICE void load(const u8* row, int t) {
-        load_head(row);
-        fifth = load8(row + 16 + 8 * t);
+    DEVICE void open(const u8* row, int t) {
+        open_head(row);
+        fifth = eight_bytes(row + 16 + 8 * t);
 #pragma unroll
-        for (int j = 0; j < 4; j++) words[j] = load8(row + 48 + 32 * j + 8 * t);
+        for (int j = 0; j < 4; j++) words[j] = eight_bytes(row + 48 + 32 * j + 8 * t);
     }
     template <int s>
     DEVICE static u32 top(u32 bits) {  // bit s of each byte, as bit 4
@@ -132,9 +124,9 @@ DEVICE u32 shared_word(const u8* at) {
     return prmt(*reinterpret_cast<const u16*>(at), *reinterpret_cast<const u16*>(at + 2), 0x5410);
 }
 
-// A row that is read from a copy of its bytes.
+// A row whose fields are read as they are needed.
 struct SharedRow {
-    static constexpr bool IS_SHARED = true;
+    static constexpr bool BY_EIGHT = false;
     const u8* row;
     int t;
 
@@ -150,7 +142,7 @@ template <>
 struct Block<Q6_K> : SharedRow {
     static constexpr bool HALVES = true, BY_16 = true, HAS_MINIMA = false, SIGNED = false;
     static constexpr bool IN_INTEGERS = true;
-    static constexpr int COLUMNS = 256, BYTES = 210, SUMS = SUMS_BY_PRODUCT, BIAS = 32;
+    static constexpr int COLUMNS = 256, BYTES = 210, BIAS = 32;
     u32 scales[4];
 
     DEVICE void prepare() {
@@ -162,13 +154,10 @@ struct Block<Q6_K> : SharedRow {
     DEVICE i32 scale() const {
         return signed_byte_of<2 * (s % 2) + half>(scales[s / 2]);
     }
-    DEVICE void scale_pairs(int, u32& first, u32& second) const {
-        first = pair(row + 192 + 2 * t);
-        second = pair(row + 200 + 2 * t);
-    }
-    DEVICE static u32 pair(const u8* at) {
-        const u32 two = *reinterpret_cast<const u16*>(at) ^ 0x8080u;
-        return bf16_pair(two & 0xFF, two >> 8, TWO_23 + 128.0f);
+    template <int s>
+    DEVICE void beside(u32 (&out)[2]) const {
+        out[0] = four_of_byte<2 * (s % 2)>(scales[s / 2]);
+        out[1] = four_of_byte<2 * (s % 2) + 1>(scales[s / 2]);
     }
     template <int s>
     DEVICE void codes(u32 (&out)[2]) const {
@@ -188,16 +177,24 @@ template <>
 struct Block<Q2_K> : SharedRow {
     static constexpr bool HALVES = true, BY_16 = true, HAS_MINIMA = true, SIGNED = false;
     static constexpr bool IN_INTEGERS = true;
-    static constexpr int COLUMNS = 256, BYTES = 84, SUMS = SUMS_BY_PRODUCT, BIAS = 0;
+    static constexpr int COLUMNS = 256, BYTES = 84, BIAS = 0;
+    u32 both[4];  // a scale in each low nibble, a minimum in the high one
+
+    DEVICE void prepare() {
+#pragma unroll
+        for (int i = 0; i < 4; i++) both[i] = *reinterpret_cast<const u32*>(row + 4 * i);
+    }
     DEVICE float block_scale() const { return half_at(80); }
     DEVICE float block_min() const { return half_at(82); }
     template <int s, int half>
     DEVICE i32 scale() const {
-        return row[2 * s + half] & 15;
+        return byte_of<2 * (s % 2) + half>(both[s / 2] & NIBBLES);
     }
-    DEVICE void min_pairs(int, u32& first, u32& second) const {
-        first = bf16_pair(row[2 * t] >> 4, row[2 * t + 1] >> 4);
-        second = bf16_pair(row[2 * t + 8] >> 4, row[2 * t + 9] >> 4);
+    template <int s>
+    DEVICE void beside(u32 (&out)[2]) const {
+        const u32 minima = (both[s / 2] >> 4) & NIBBLES;
+        out[0] = four_of_byte<2 * (s % 2)>(minima);
+        out[1] = four_of_byte<2 * (s % 2) + 1>(minima);
     }
     template <int s>
     DEVICE void codes(u32 (&out)[2]) const {
@@ -211,8 +208,8 @@ template <>
 struct Block<Q3_K> : SharedRow {
     static constexpr bool HALVES = true, BY_16 = true, HAS_MINIMA = false, SIGNED = false;
     static constexpr bool IN_INTEGERS = true;
-    static constexpr int COLUMNS = 256, BYTES = 110, SUMS = SUMS_BY_PRODUCT, BIAS = 4;
-    u32 scales[4];
+    static constexpr int COLUMNS = 256, BYTES = 110, BIAS = 4;
+    u32 scales[4];  // signed bytes
 
     DEVICE void prepare() {
         const u32 low = shared_word(row + 96), high = shared_word(row + 100), top = shared_word(row + 104);
@@ -220,17 +217,18 @@ struct Block<Q3_K> : SharedRow {
         scales[1] = and_or(top << 2, 0x30303030, high & NIBBLES);
         scales[2] = and_or(top, 0x30303030, (low >> 4) & NIBBLES);
         scales[3] = and_or(top >> 2, 0x30303030, (high >> 4) & NIBBLES);
+#pragma unroll
+        for (int i = 0; i < 4; i++) scales[i] = (scales[i] + 0x60606060) ^ 0x80808080;  // less 32, no borrow between bytes
     }
     DEVICE float block_scale() const { return half_at(108); }
     template <int s, int half>
     DEVICE i32 scale() const {
-        return byte_of<2 * (s % 2) + half>(scales[s / 2]) - 32;
+        return signed_byte_of<2 * (s % 2) + half>(scales[s / 2]);
     }
-    DEVICE void scale_pairs(int, u32& first, u32& second) const {
-        const u32 a = (t < 2 ? scales[0] : scales[1]) >> (16 * (t % 2));
-        const u32 b = (t < 2 ? scales[2] : scales[3]) >> (16 * (t % 2));
-        first = bf16_pair(a & 0xFF, (a >> 8) & 0xFF, TWO_23 + 32.0f);
-        second = bf16_pair(b & 0xFF, (b >> 8) & 0xFF, TWO_23 + 32.0f);
+    template <int s>
+    DEVICE void beside(u32 (&out)[2]) const {
+        out[0] = four_of_byte<2 * (s % 2)>(scales[s / 2]);
+        out[1] = four_of_byte<2 * (s % 2) + 1>(scales[s / 2]);
     }
     template <int s>
     DEVICE void codes(u32 (&out)[2]) const {
@@ -266,7 +264,7 @@ template <>
 struct Block<IQ4_XS> : SharedRow {
     static constexpr bool HALVES = true, BY_16 = false, SIGNED = true, IN_INTEGERS = true;
     static constexpr bool HAS_MINIMA = false;
-    static constexpr int COLUMNS = 256, BYTES = 136, SUMS = NO_SUMS, BIAS = 0;
+    static constexpr int COLUMNS = 256, BYTES = 136, BIAS = 0;
     u32 head, low_scales;
 
     DEVICE void prepare() {

@@ -6,7 +6,8 @@
 template <>
 struct Block<Q8_0> : SharedRow {
     static constexpr bool HALVES = false, BY_16 = false, SIGNED = true, IN_INTEGERS = false;
-    static constexpr int COLUMNS = 32, BYTES = 34, SUMS = NO_SUMS;
+    static constexpr bool HAS_SHIFT = false;
+    static constexpr int COLUMNS = 32, BYTES = 34;
     template <int s>
     DEVICE void codes(u32 (&out)[2]) const {
         const u8* at = row + BYTES * s + 2 + 8 * t;
@@ -24,7 +25,8 @@ struct Block<Q8_0> : SharedRow {
 template <int SIZE, int QS, int QH = -1>
 struct NibbleBlock : SharedRow {
     static constexpr bool HALVES = true, BY_16 = false, SIGNED = false, IN_INTEGERS = false;
-    static constexpr int COLUMNS = 32, BYTES = SIZE, SUMS = SUMS_BY_BLOCK;
+    static constexpr bool HAS_SHIFT = true;
+    static constexpr int COLUMNS = 32, BYTES = SIZE;
     DEVICE static u32 word(const u8* at) {
         return SIZE % 4 == 0 && QS % 4 == 0 ? *reinterpret_cast<const u32*>(at) : shared_word(at);
     }
@@ -87,7 +89,8 @@ DEVICE Table e2m1_doubled() { return {{0x03020100u, 0x0C080604u, 0xFDFEFF00u, 0x
 template <>
 struct Block<IQ4_NL> : SharedRow {
     static constexpr bool HALVES = true, BY_16 = false, SIGNED = true, IN_INTEGERS = false;
-    static constexpr int COLUMNS = 32, BYTES = 18, SUMS = NO_SUMS;
+    static constexpr bool HAS_SHIFT = false;
+    static constexpr int COLUMNS = 32, BYTES = 18;
     template <int s>
     DEVICE void codes(u32 (&out)[2]) const {
         iq4().of_nibbles(shared_word(row + BYTES * s + 2 + 4 * t), out);
@@ -101,7 +104,8 @@ struct Block<IQ4_NL> : SharedRow {
 template <>
 struct Block<MXFP4> : SharedRow {
     static constexpr bool HALVES = true, BY_16 = false, SIGNED = true, IN_INTEGERS = false;
-    static constexpr int COLUMNS = 32, BYTES = 17, SUMS = NO_SUMS;
+    static constexpr bool HAS_SHIFT = false;
+    static constexpr int COLUMNS = 32, BYTES = 17;
     template <int s>
     DEVICE void codes(u32 (&out)[2]) const {  // a word at any address, from the two that it lies in
         const u8* at = row + BYTES * s + 1 + 4 * t;
@@ -120,11 +124,11 @@ struct Block<MXFP4> : SharedRow {
 // pairs (0, 2), (1, 3) of four columns, because that is how a word of an activation's bytes falls apart.
 template <int KIND>
 struct Floats {
-    static constexpr bool IS_SHARED = false, HALVES = false;
+    static constexpr bool HALVES = false, BY_EIGHT = false;
     static constexpr int COLUMNS = 32, BYTES = KIND == F32 ? 128 : 64, TERMS = KIND == BF16 ? 1 : 2;
     const u8* row;
 
-    DEVICE void load(const u8* at, int t) { row = at + BYTES / 4 * t; }
+    DEVICE void open(const u8* at, int t) { row = at + BYTES / 4 * t; }
     DEVICE void prepare() {}
     DEVICE static void in_two(const float (&v)[4], u32* out, u32* rest) {
         out[0] = pack_bf16(v[0], v[2]);

@@ -6,176 +6,181 @@
 
 #include "product.cuh"
 
-constexpr int PASS = 2;  // rows of an entry that are multiplied together: one set of columns
-
 // The i-th row that chose an entry.
 DEVICE int chosen(u32 mask, int i) {
     for (; i > 0; i--) mask &= mask - 1;
     return lowest_one(mask);
 }
 
-template <int KIND>
-DEVICE constexpr bool needs(Sums sums) {
-    if constexpr (is_float(KIND)) return false;
-    else return Block<KIND>::SUMS == sums;
-}
-
-// A warp's unit of one matrix: what it fetches and multiplies.
-template <int KIND, int UK>
-struct Unit {
-    static constexpr int COPY = Block<KIND>::IS_SHARED ? Copy<KIND, UK>::SIZE : 0;
-    const u8* begin;
-    u32 row_bytes;
-    int n_rows;
-    u8* copy;
-    Block<KIND> blocks[2];
-
-    DEVICE void fetch(int tile, int lane) {
-        const UnitRows rows{begin, row_bytes, tile * ROWS, n_rows - 1};
-        if constexpr (Block<KIND>::IS_SHARED) {
-            Copy<KIND, UK>::begin(copy, rows, lane);
-            Copy<KIND, UK>::open(blocks, copy, rows, lane / 4, lane % 4);
-        } else {
-            blocks[0].load(rows.row(lane / 4), lane % 4);
-            blocks[1].load(rows.row(lane / 4 + 8), lane % 4);
-        }
-    }
-    // Waits for the fetch; afterwards the unit may fetch again.
-    DEVICE void multiply_into(float (&total)[1][4], const Columns (&x)[1], int lane) {
-        if constexpr (COPY > 0) {
-            wait_async<0>();
-            sync_warp();
-        }
-        multiply<KIND, UK, 1>(total, blocks[0], blocks[1], x, lane % 4);
-        if constexpr (COPY > 0) sync_warp();
-    }
-};
-
-// Rows of a pass into a warp's columns: `count` of those that chose an entry, from the `first` on; `x` f32, `stride` apart.
-template <bool BY_PRODUCT, bool BY_BLOCK, int UK>
+// Rows of a pass into a warp's columns: of those that chose an entry, from the `first` on; `x` f32, `stride` apart.
+template <int UK>
 DEVICE void put_chosen(const Activations<UK>& activations, const float* x, int stride, u32 mask, int first, int lane) {
-    activations.template put<BY_PRODUCT, BY_BLOCK>(lane, [&](int i) {
+    activations.put(lane, [&](int i) {
         const float* row = x + chosen(mask, first + i) * stride;
         return [row](int column, float* v) { load_four(row + column, v); };
     });
 }
 
 // Tiles of 16 rows of an entry's gate and up products, every n_blocks_x()-th, and SwiGLU. Grid: blocks x entries; a warp for
-// each unit of the columns. Without LOOPS a block has one tile.
-template <int GATE, int UP, int UK, bool LOOPS, int UNITS, int BLOCKS>
+// each unit of the columns. Without LOOPS a block has one tile. PASS: rows that are multiplied together, 1 or 2, of a step's n.
+// It waits before it lets the next kernel start, so when that one starts, the plan has been made.
+template <int GATE, int UP, int UK, bool LOOPS, int UNITS, int PASS, int BLOCKS>
 KERNEL(UNITS * 32, BLOCKS)
 gate_up_kernel(const float* x, i32 x_stride, const u8* arena, const i32* experts, const i64* offsets,
                const i32* chosen_by, i32 gate_bytes, i32 up_bytes, i64 up_at, float* hidden, i32 n, i32 width) {
+    constexpr int OF_WARP = Layout<UK>::bytes(PASS), SUMS = UNITS * 2 * RED;  // [warp][gate, up]
     const int lane = thread_x() % LANES, warp = thread_x() / LANES, n_tiles = width / ROWS, entry = block_y();
+    float* red = reinterpret_cast<float*>(shared_bytes() + UNITS * OF_WARP);
+    u8* copy = reinterpret_cast<u8*>(red + (LOOPS ? 2 : 1) * SUMS) + warp * (Unit<GATE, UK>::COPY + Unit<UP, UK>::COPY);
 
     wait_for_previous();
     let_next_start();
-    if (experts[entry] < 0) return;
-    const u32 mask = static_cast<u32>(chosen_by[entry]);
-    const int n_chosen = count_ones(mask), of_warp = Layout<UK>::bytes(min(n, PASS));
-    float* red = reinterpret_cast<float*>(shared_bytes() + UNITS * of_warp);  // [2][warp][gate, up]
-    u8* copy = reinterpret_cast<u8*>(red + 4 * UNITS * RED) + warp * (Unit<GATE, UK>::COPY + Unit<UP, UK>::COPY);
     const u8* expert = arena + offsets[entry];
-    Unit<GATE, UK> gate{expert + warp * (UK / Block<GATE>::COLUMNS * Block<GATE>::BYTES), static_cast<u32>(gate_bytes),
-                        width, copy};
-    Unit<UP, UK> up{expert + up_at + warp * (UK / Block<UP>::COLUMNS * Block<UP>::BYTES), static_cast<u32>(up_bytes),
-                    width, copy + Unit<GATE, UK>::COPY};
+    const u32 mask = PASS == 1 ? 1u : static_cast<u32>(chosen_by[entry]);
+    if (experts[entry] < 0) return;
+    const int n_chosen = PASS == 1 ? 1 : count_ones(mask);
+    const Unit<GATE, UK> gate{expert + warp * (UK / Block<GATE>::COLUMNS * Block<GATE>::BYTES), static_cast<u32>(gate_bytes),
+                              width, copy};
+    const Unit<UP, UK> up{expert + up_at + warp * (UK / Block<UP>::COLUMNS * Block<UP>::BYTES), static_cast<u32>(up_bytes),
+                          width, copy + Unit<GATE, UK>::COPY};
 
     int turn = 0;
     for (int first = 0; first < n_chosen; first += PASS) {
-        const int count = min(n_chosen - first, PASS);
-        const Activations<UK> activations{shared_bytes() + warp * of_warp, count};
+        const int count = PASS == 1 ? 1 : min(n_chosen - first, PASS);
         gate.fetch(block_x(), lane);
-        constexpr bool BY_PRODUCT = needs<GATE>(SUMS_BY_PRODUCT) || needs<UP>(SUMS_BY_PRODUCT);
-        constexpr bool BY_BLOCK = needs<GATE>(SUMS_BY_BLOCK) || needs<UP>(SUMS_BY_BLOCK);
-        put_chosen<BY_PRODUCT, BY_BLOCK>(activations, x + warp * UK, x_stride, mask, first, lane);
+        up.fetch(block_x(), lane);
+        const Activations<UK> activations{shared_bytes() + warp * OF_WARP, count};
+        put_chosen(activations, x + warp * UK, x_stride, mask, first, lane);
         Columns gate_view[1], up_view[1];
         lane_view<GATE, UK, 1>(gate_view, activations, lane / 4, lane % 4);
         lane_view<UP, UK, 1>(up_view, activations, lane / 4, lane % 4);
-        for (int tile = block_x(); tile < n_tiles; tile = LOOPS ? tile + n_blocks_x() : n_tiles, turn ^= 1) {
-            float* all = red + turn * UNITS * 2 * RED;
+        for (int tile = block_x(); tile < n_tiles; tile = LOOPS ? tile + n_blocks_x() : n_tiles) {
+            const int next = tile + n_blocks_x();
+            const bool has_next = LOOPS && next < n_tiles;
+            float* all = red + turn * SUMS;
             float total[1][4] = {}, other[1][4] = {};
-            gate.multiply_into(total, gate_view, lane);
-            up.fetch(tile, lane);
+            gate.template multiply_into<1>(total, gate_view, tile, lane);
+            if (has_next) gate.fetch(next, lane);
+            else commit_async();
+            up.template multiply_into<1>(other, up_view, tile, lane);
+            if (has_next) up.fetch(next, lane);
             put_sums<1>(all + warp * 2 * RED, total, lane / 4, lane % 4);
-            up.multiply_into(other, up_view, lane);
-            if (LOOPS && tile + n_blocks_x() < n_tiles) gate.fetch(tile + n_blocks_x(), lane);
             put_sums<1>(all + warp * 2 * RED + RED, other, lane / 4, lane % 4);
             sync_block();
             for (int i = thread_x(); i < count * ROWS; i += UNITS * LANES) {
-                float a = 0.0f, b = 0.0f;
-#pragma unroll 4
-                for (int w = 0; w < UNITS; w++) {
-                    a += sum_at(all + w * 2 * RED, i / ROWS, i % ROWS);
-                    b += sum_at(all + w * 2 * RED + RED, i / ROWS, i % ROWS);
-                }
-                hidden[(entry * n + chosen(mask, first + i / ROWS)) * width + tile * ROWS + i % ROWS] =
+                const float a = sum_of_parts<UNITS, 2 * RED>(all, i / ROWS, i % ROWS);
+                const float b = sum_of_parts<UNITS, 2 * RED>(all + RED, i / ROWS, i % ROWS);
+                hidden[(entry * n + (PASS == 1 ? 0 : chosen(mask, first + i / ROWS))) * width + tile * ROWS + i % ROWS] =
                     a / (1.0f + exp_of(-a)) * b;
             }
+            if (LOOPS) turn ^= 1;  // others may still read what was added last
         }
-        sync_warp();  // the next pass overwrites the warp's columns
+        if (first + PASS < n_chosen && !LOOPS) sync_block();
     }
 }
 
-// One tile of 16 rows of the outputs of all entries, added in ascending order to acc f32 [n, hidden]. Grid: tiles. The warps
-// take as many entries at a time as there are warps for; `per_entry` warps share the units of an entry's columns.
-template <int KIND, int UK, int WARPS, int BLOCKS>
-KERNEL(WARPS * 32, BLOCKS)
+// One tile of 16 rows of the outputs of all entries, added in ascending order to acc f32 [n, hidden]. Grid: tiles. A group of
+// PER_ENTRY warps has an entry at a time, and shares the units of its columns.
+// What the plan wrote, and the entries' bytes, are read before the kernels before have ended: see gate_up_kernel.
+template <int KIND, int UK, int UNITS, int PER_ENTRY, int AT_ONCE, int PASS, int PASSES, int BLOCKS>
+KERNEL(PER_ENTRY * AT_ONCE * 32, BLOCKS)
 down_kernel(const float* hidden, const u8* arena, const i64* offsets, const i32* chosen_by, const float* weights,
-            const i32* n_entries, i32 row_bytes, i64 down_at, float* acc, i32 n, i32 n_rows, i32 width, i32 per_entry) {
-    constexpr int UNIT_BYTES = UK / Block<KIND>::COLUMNS * Block<KIND>::BYTES;
-    const int lane = thread_x() % LANES, warp = thread_x() / LANES;
-    const int g = lane / 4, t = lane % 4;
-    const int tile = block_x(), at_once = WARPS / per_entry, n_units = width / UK;
-    const int of_warp = Layout<UK>::bytes(min(n, PASS)), n_passes = (n + PASS - 1) / PASS;
-    float* red = reinterpret_cast<float*>(shared_bytes() + WARPS * of_warp);  // [warp][pass]
-    u8* copy = reinterpret_cast<u8*>(red + WARPS * n_passes * RED) + warp * Unit<KIND, UK>::COPY;
+            const i32* n_entries, i32 row_bytes, i64 down_at, float* acc, i32 n, i32 n_rows) {
+    constexpr int WARPS = PER_ENTRY * AT_ONCE, OF_WARP = Layout<UK>::bytes(PASS), WIDTH = UNITS * UK;
+    constexpr int UNIT_BYTES = UK / Block<KIND>::COLUMNS * Block<KIND>::BYTES, COPY = Unit<KIND, UK>::COPY;
+    constexpr int TURNS = (UNITS + PER_ENTRY - 1) / PER_ENTRY;  // units of a warp
+    constexpr int COPIES = TURNS > 1 ? 2 : 1, MOST_N = PASS * PASSES;
+    constexpr int ITEMS = (AT_ONCE * MOST_N + WARPS * 2 - 1) / (WARPS * 2);  // of the sums of entries and rows, for a thread
+    const int lane = thread_x() % LANES, warp = thread_x() / LANES, tile = block_x();
+    const int group = warp / PER_ENTRY, in_group = warp % PER_ENTRY;
+    float* red = reinterpret_cast<float*>(shared_bytes() + WARPS * OF_WARP);  // [warp][pass]
+    float* outputs = red + WARPS * PASSES * RED;                              // [group][row of the step][row]
+    u8* copy = reinterpret_cast<u8*>(outputs + AT_ONCE * MOST_N * ROWS) + warp * COPIES * COPY;
 
+    // The unit `turn` of this warp's of an entry.
+    const auto unit_of = [&](const u8* expert, int turn) {
+        return Unit<KIND, UK>{expert + (in_group + turn * PER_ENTRY) * UNIT_BYTES, static_cast<u32>(row_bytes), n_rows,
+                              copy + turn % COPIES * COPY};
+    };
+    const auto fetch = [&](const u8* expert, int turn) {
+        if (in_group + turn * PER_ENTRY < UNITS) unit_of(expert, turn).fetch(tile, lane);
+        else commit_async();
+    };
+    const auto fetch_first = [&](const u8* expert) {
+#pragma unroll
+        for (int turn = 0; turn < COPIES; turn++) fetch(expert, turn);
+    };
+    const int count = load4_cg(n_entries);
+    const u8* expert = arena;
+    u32 mask = 0;
+    const auto open = [&](int entry) {  // and its first units are on their way
+        if (entry < count) {
+            expert = arena + load8_cg(offsets + entry) + down_at;
+            mask = PASS == 1 ? 1u : static_cast<u32>(load4_cg(chosen_by + entry));
+            fetch_first(expert);
+        }
+    };
+    open(group);
+    const int row = thread_x() % ROWS, of = thread_x() / ROWS;
     wait_for_previous();
     let_next_start();
-    const int count = *n_entries;
-    const int row = thread_x() % ROWS, of = thread_x() / ROWS;
     const bool adds = of < n && tile * ROWS + row < n_rows;
     float* target = acc + of * n_rows + tile * ROWS + row;
     float sum = adds ? *target : 0.0f;
 
-    for (int begin = 0; begin < count; begin += at_once) {
-        const int entry = begin + warp / per_entry;
-        if (warp / per_entry < at_once && entry < count) {
-            const u32 mask = static_cast<u32>(chosen_by[entry]);
-            const int n_chosen = count_ones(mask);
-            Unit<KIND, UK> down{arena + offsets[entry] + down_at, static_cast<u32>(row_bytes), n_rows, copy};
-            const u8* expert = down.begin;
-            for (int first = 0, pass = 0; first < n_chosen; first += PASS, pass++) {
-                const Activations<UK> activations{shared_bytes() + warp * of_warp, min(n_chosen - first, PASS)};
+    for (int begin = 0; begin < count; begin += AT_ONCE) {
+        const int entry = begin + group, n_here = min(count - begin, AT_ONCE);
+        u32 by[ITEMS];
+        float weight[ITEMS];
+#pragma unroll
+        for (int k = 0; k < ITEMS; k++) {  // on their way while the products are made
+            const int i = thread_x() / ROWS + k * WARPS * 2, j = i / MOST_N;
+            by[k] = j >= n_here ? 0 : PASS == 1 ? 1 : static_cast<u32>(load4_cg(chosen_by + begin + j));
+            weight[k] = j >= n_here ? 0.0f : load4f_cg(weights + (begin + j) * 8 + i % MOST_N);
+        }
+        if (entry < count) {
+            const int n_chosen = PASS == 1 ? 1 : count_ones(mask);
+            for (int first = 0; first < n_chosen; first += PASS) {
+                const Activations<UK> activations{shared_bytes() + warp * OF_WARP, PASS == 1 ? 1 : min(n_chosen - first, PASS)};
+                if (first > 0) fetch_first(expert);
                 float total[1][4] = {};
-                for (int unit = warp % per_entry; unit < n_units; unit += per_entry) {
-                    down.begin = expert + unit * UNIT_BYTES;
-                    down.fetch(tile, lane);
-                    put_chosen<needs<KIND>(SUMS_BY_PRODUCT), needs<KIND>(SUMS_BY_BLOCK)>(
-                        activations, hidden + entry * n * width + unit * UK, width, mask, first, lane);
-                    Columns x[1];
-                    lane_view<KIND, UK, 1>(x, activations, g, t);
-                    down.multiply_into(total, x, lane);
-                    sync_warp();  // the next unit overwrites the warp's columns
+#pragma unroll
+                for (int turn = 0; turn < TURNS; turn++) {
+                    const int unit = in_group + turn * PER_ENTRY;
+                    if (UNITS % PER_ENTRY == 0 || unit < UNITS) {
+                        put_chosen(activations, hidden + entry * n * WIDTH + unit * UK, WIDTH, mask, first, lane);
+                        Columns x[1];
+                        lane_view<KIND, UK, 1>(x, activations, lane / 4, lane % 4);
+                        unit_of(expert, turn).template multiply_into<COPIES - 1>(total, x, tile, lane);
+                    }
+                    if (turn + COPIES < TURNS) fetch(expert, turn + COPIES);
+                    else commit_async();
                 }
-                put_sums<1>(red + (warp * n_passes + pass) * RED, total, g, t);
+                put_sums<1>(red + (warp * PASSES + first / PASS) * RED, total, lane / 4, lane % 4);
             }
+        }
+        open(entry + AT_ONCE);
+        sync_block();
+        // What each entry adds to each row; then those in order.
+#pragma unroll
+        for (int k = 0; k < ITEMS; k++) {
+            const int i = thread_x() / ROWS + k * WARPS * 2, j = i / MOST_N, to = i % MOST_N;
+            float output = -0.0f;  // adds nothing to any number
+            if ((by[k] >> to) & 1) {
+                const int index = PASS == 1 ? 0 : count_ones(by[k] & ((1u << to) - 1));
+                const float* part = red + (j * PER_ENTRY * PASSES + index / PASS) * RED;
+                output = sum_of_parts<PER_ENTRY, PASSES * RED>(part, index % PASS, row) * weight[k];
+            }
+            if (j < AT_ONCE) outputs[i * ROWS + row] = output;
         }
         sync_block();
         if (adds) {
-            for (int j = 0; j < at_once && begin + j < count; j++) {
-                const u32 mask = static_cast<u32>(chosen_by[begin + j]);
-                if ((mask >> of) & 1) {
-                    const int index = count_ones(mask & ((1u << of) - 1));
-                    const float* part = red + (j * per_entry * n_passes + index / PASS) * RED;
-                    float output = sum_at(part, index % PASS, row);
-                    for (int k = 1; k < per_entry; k++) output += sum_at(part + k * n_passes * RED, index % PASS, row);
-                    sum = fmaf(weights[(begin + j) * 8 + of], output, sum);
-                }
-            }
+            float parts[AT_ONCE];
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) parts[j] = outputs[(j * MOST_N + of) * ROWS + row];
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) sum += parts[j];
         }
-        if (begin + at_once < count) sync_block();
     }
     if (adds) *target = sum;
 }

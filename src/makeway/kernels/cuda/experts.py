@@ -12,10 +12,10 @@ from torch import Tensor
 
 from makeway.gguf.types import row_bytes
 from makeway.kernels.cuda.linear import (
+    FLOAT_KINDS,
     MAX_ROWS,
     MAX_SHARED,
     PROCESSORS,
-    SHARED_KINDS,
     SUMS,
     TILE,
     activation_bytes,
@@ -28,31 +28,40 @@ from makeway.kernels.triton.experts import ExpertLayout
 from makeway.kernels.triton.step_plan import StepBuffers
 
 SOURCE = Path(__file__).parent / "experts.cu"
-PASS = 2  # rows of an entry that are multiplied together
+MOST_PASS = 2  # rows of an entry that are multiplied together
 RESIDENT_WARPS = 24  # of a multiprocessor, that registers leave room for
 MOST_WARPS = 16  # of a block
 GATE_UP = "pi" + "pppp" + "iil" + "p" + "ii"
-DOWN = "p" + "ppppp" + "il" + "p" + "iiii"
+DOWN = "p" + "ppppp" + "il" + "p" + "ii"
 
 
 @dataclass(frozen=True)
 class Launches:
-    """How the two launches of a layer are cut. Gate and up: columns of a unit (a warp each), units, bytes
-    of shared memory, blocks of an entry. Down: columns of a warp, warps of an entry, warps, bytes."""
+    """How the two launches of a layer are cut: rows of a pass, passes. Gate and up: columns of a unit (a warp each),
+    units, bytes of shared memory, blocks of an entry. Down: columns of a unit, units, warps of an entry, entries at a
+    time, bytes."""
+
+    of_pass: int
+    passes: int
 
     unit: int
     units: int
     shared_bytes: int
     blocks: int
     down_unit: int
+    down_units: int
     per_entry: int
-    down_warps: int
+    at_once: int
     down_shared_bytes: int
+
+    @property
+    def down_warps(self) -> int:
+        return self.per_entry * self.at_once
 
 
 def down_columns(layout: ExpertLayout) -> int:
     """Columns of a warp in the product with down: large units, for all of an entry are in flight at once."""
-    if unit_columns(layout.width) == 256 or layout.down not in SHARED_KINDS:
+    if unit_columns(layout.width) == 256 or layout.down in FLOAT_KINDS:
         return unit_columns(layout.width)
     return max(size for size in range(32, 321, 32) if layout.width % size == 0)
 
@@ -68,39 +77,48 @@ def can_run(layout: ExpertLayout) -> bool:
 
 def launches(layout: ExpertLayout, *, n: int, top_k: int) -> Launches:
     """For n rows; the order of sums is the same for all n."""
+    of_pass = min(n, MOST_PASS)
+    passes = -(-n // of_pass)
     unit = unit_columns(layout.hidden)
     units = layout.hidden // unit
-    of_warp = activation_bytes(unit, min(n, PASS)) + 4 * SUMS
-    of_warp += copy_bytes(layout.gate, unit) + copy_bytes(layout.up, unit)
     tiles = layout.width // TILE
     at_once = PROCESSORS * max(1, RESIDENT_WARPS // units)
     turns = -(-tiles // max(1, round(at_once / (n * top_k))))
+    of_warp = activation_bytes(unit, of_pass) + (2 + 2 * (turns > 1)) * SUMS
+    of_warp += copy_bytes(layout.gate, unit) + copy_bytes(layout.up, unit)
     down_unit = down_columns(layout)
+    down_units = layout.width // down_unit
     down_tiles = -(-layout.hidden // TILE)
     warps = RESIDENT_WARPS if down_tiles <= PROCESSORS else 10  # a second block finds room then
-    per_entry = max(1, min(layout.width // down_unit, warps // top_k))
-    of_down_warp = activation_bytes(down_unit, min(n, PASS)) + -(-n // PASS) * SUMS + copy_bytes(layout.down, down_unit)
-    entries = max(1, min(n * top_k, min(warps, MAX_SHARED // of_down_warp) // per_entry))
-    down_warps = max(per_entry * entries, -(-n * TILE // 32))
+    per_entry = max(1, min(down_units, warps // top_k))
+    copies = 2 if per_entry < down_units else 1
+    of_down_warp = activation_bytes(down_unit, of_pass) + passes * SUMS + copies * copy_bytes(layout.down, down_unit)
+    of_entry = per_entry * of_down_warp + of_pass * passes * TILE * 4
+    entries = min(n * top_k, warps // per_entry, MAX_SHARED // of_entry)
+    entries = max(1, entries, -(-n * TILE // (32 * per_entry)))  # a thread for each output
     return Launches(
+        of_pass=of_pass,
+        passes=passes,
         unit=unit,
         units=units,
         shared_bytes=units * of_warp,
         blocks=-(-tiles // turns),
         down_unit=down_unit,
+        down_units=down_units,
         per_entry=per_entry,
-        down_warps=down_warps,
-        down_shared_bytes=down_warps * of_down_warp,
+        at_once=entries,
+        down_shared_bytes=entries * of_entry,
     )
 
 
 def kernel_names(layout: ExpertLayout, how: Launches) -> tuple[str, str]:
     """The two instantiations in experts.cu."""
     loops = str(how.blocks < layout.width // TILE).lower()
-    gate_up = f"{int(layout.gate)}, {int(layout.up)}, {how.unit}, {loops}, {how.units}"
+    gate_up = f"{int(layout.gate)}, {int(layout.up)}, {how.unit}, {loops}, {how.units}, {how.of_pass}"
+    down = f"{int(layout.down)}, {how.down_unit}, {how.down_units}, {how.per_entry}, {how.at_once}"
     return (
         f"gate_up_kernel<{gate_up}, {max(1, RESIDENT_WARPS // how.units)}>",
-        f"down_kernel<{int(layout.down)}, {how.down_unit}, {how.down_warps}, {max(1, 20 // how.down_warps)}>",
+        f"down_kernel<{down}, {how.of_pass}, {how.passes}, {max(1, 20 // how.down_warps)}>",
     )
 
 
@@ -164,8 +182,6 @@ class StepExpertKernels:
                 acc,
                 n,
                 hidden,
-                width,
-                how.per_entry,
             ),
             overlaps_previous=True,
         )

@@ -33,6 +33,12 @@ DEVICE void sync_warp() { __syncwarp(); }
 
 template <class T> DEVICE T shfl(T value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
 template <class T> DEVICE T shfl_xor(T value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
+// The largest of all lanes' values, in every lane.
+DEVICE u32 max_of_warp(u32 value) {
+    u32 most;
+    asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(most) : "r"(value));
+    return most;
+}
 
 // c[16 x 8] += a[16 x 16] * b[16 x 8], bf16 with f32 sums. With g = lane / 4 and t = lane % 4, low half first:
 // a[0], a[1]: rows g, g + 8 at columns 2t, 2t + 1; a[2], a[3]: the same rows at columns 2t + 8, 2t + 9;
@@ -70,10 +76,21 @@ DEVICE uint2 load8(const void* from) { return __ldg(static_cast<const uint2*>(fr
 DEVICE u32 load4(const void* from) { return __ldg(static_cast<const u32*>(from)); }
 DEVICE u32 load2(const void* from) { return __ldg(static_cast<const u16*>(from)); }
 
-// Loads that see what other blocks wrote before arrived_last(): past the first-level cache, not moved over a barrier.
+// Loads past the first-level cache, not moved over a barrier: they see what other blocks wrote before arrived_last(), and what
+// an earlier kernel wrote that has ended.
 DEVICE float load4f_cg(const float* from) {
     float v;
     asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(__cvta_generic_to_global(from)) : "memory");
+    return v;
+}
+DEVICE i32 load4_cg(const i32* from) {
+    i32 v;
+    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(__cvta_generic_to_global(from)) : "memory");
+    return v;
+}
+DEVICE i64 load8_cg(const i64* from) {
+    i64 v;
+    asm volatile("ld.global.cg.s64 %0, [%1];" : "=l"(v) : "l"(__cvta_generic_to_global(from)) : "memory");
     return v;
 }
 
@@ -83,6 +100,8 @@ DEVICE void copy16_async(void* shared, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
                  :: "r"(static_cast<u32>(__cvta_generic_to_shared(shared))), "l"(__cvta_generic_to_global(from)) : "memory");
 }
+// Asks for the 32 bytes at an address to come into the second-level cache.
+DEVICE void prefetch32(const void* at) { asm volatile("prefetch.global.L2 [%0];" :: "l"(__cvta_generic_to_global(at))); }
 DEVICE void commit_async() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> DEVICE void wait_async() { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
 

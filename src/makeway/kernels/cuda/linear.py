@@ -19,22 +19,23 @@ from makeway.kernels.weight import Weight
 
 SOURCE = Path(__file__).parent / "linear.cu"
 FLOAT_KINDS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
-SHARED_KINDS = tuple(
-    GGMLType[name]
-    for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4")
+BY_EIGHT = (GGMLType.Q4_K, GGMLType.Q5_K)  # whose words are read by eights of bytes
+KINDS = (
+    *FLOAT_KINDS,
+    *(GGMLType[name] for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q6_K")),
+    *(GGMLType[name] for name in ("IQ4_NL", "IQ4_XS", "MXFP4", "Q4_K", "Q5_K")),
 )
-"""Copied to shared memory before they are unpacked."""
-KINDS = (*FLOAT_KINDS, *SHARED_KINDS, GGMLType.Q4_K, GGMLType.Q5_K)
 MAX_ROWS = 8
 MAX_SHARED = 99 << 10  # bytes of a block on sm_86
+MAX_SHARED_HOPPER = 227 << 10  # on sm_90
 TOGETHER = 4  # matrices of a launch
 WARPS = 16  # of a block
 PROCESSORS = 132  # of an H200
 SUMS = 8 * 20 * 4  # bytes of a warp's sums of one set
 TILE = 16  # rows of the matrix
 PLAIN, SILU, SWIGLU = 0, 1, 2
-AT_ONCE = PROCESSORS * 32  # warps of a grid; with more units than these, blocks take turns
-PARAMETERS = "ppp" + "ii" + "f" + 4 * "p" + 4 * "p" + 4 * "i" + 4 * "i" + 4 * "i" + "iii" + "iiiii" + "pp"
+INSTRUCTIONS_A_CYCLE = 2.5  # of a multiprocessor; most are integers, which run at half rate
+PARAMETERS = "ppp" + "ii" + "f" + 4 * "p" + 4 * "p" + 4 * "i" + 4 * "i" + 4 * "i" + "iii" + "pp"
 
 
 def unit_columns(n_cols: int) -> int:
@@ -43,17 +44,18 @@ def unit_columns(n_cols: int) -> int:
 
 
 def copy_bytes(kind: GGMLType, unit: int) -> int:
-    """Shared memory for a warp's copy of a unit; 0 for types that need none (product.cuh: Copy)."""
-    if kind not in SHARED_KINDS:
+    """Shared memory for a warp's copy of a unit, which floats need not (product.cuh: Copy)."""
+    if kind in FLOAT_KINDS:
         return 0
-    pieces = (unit // BLOCK_SIZES[kind].elements * BLOCK_SIZES[kind].n_bytes + 30) // 16
-    return TILE * (pieces | 1) * 16
+    n_bytes = unit // BLOCK_SIZES[kind].elements * BLOCK_SIZES[kind].n_bytes
+    pieces = (n_bytes + 30) // 16 if n_bytes % 16 else n_bytes // 16
+    return TILE * ((pieces + 1) // 4 * 4 + 2 if kind in BY_EIGHT else pieces | 1) * 16
 
 
 def activation_bytes(unit: int, n: int) -> int:
     """Shared memory for a warp's activations (product.cuh: Layout)."""
     stride = unit if unit // 32 % 2 else unit + 32
-    return (unit // 32 + 1) * 96 + (n + 1) * 96 + 3 * n * stride
+    return 96 + 3 * n * stride
 
 
 def n_sets(n: int) -> int:
@@ -75,7 +77,7 @@ def has_kernel(kind: GGMLType, n_cols: int) -> bool:
 @dataclass(frozen=True)
 class Cut:
     """How a launch is cut: columns into units (a warp each), units into groups, groups among `splits` blocks; tiles of
-    16 rows among `blocks`, each of which has up to `turns` of them."""
+    16 rows among `blocks`, each of which has up to `turns` of them; with several, sums have one or two `buffers`."""
 
     unit: int
     n_units: int
@@ -84,6 +86,7 @@ class Cut:
     splits: int
     blocks: int
     turns: int
+    buffers: int
     shared_bytes: int
 
     @property
@@ -95,40 +98,68 @@ class Cut:
         return -(-self.n_units // self.group_units)
 
 
-def cut(kinds: Sequence[GGMLType], n_cols: int, *, rows: Sequence[int], n: int) -> Cut:
-    """For matrices of these types and numbers of rows. Which sums are added in which order depends on the types and on
-    n_cols alone: groups are as large as fits a block with eight activations."""
+def cut(kinds: Sequence[GGMLType], n_cols: int, *, rows: Sequence[int], n: int, max_shared: int = MAX_SHARED) -> Cut:
+    """For matrices of these types and numbers of rows, on a card that lets a block have `max_shared` bytes. Which sums
+    are added in which order depends on the types and on n_cols alone: groups are as large as fits any card's block
+    with eight activations."""
     unit = unit_columns(n_cols)
     if unit == 256 and all(kind in FLOAT_KINDS for kind in kinds):
         unit = 128  # their units are large: more warps for fewer loads each
     n_units = n_cols // unit
     copy = max(copy_bytes(kind, unit) for kind in kinds)
-    n_groups = -(-n_units // min(8, MAX_SHARED // _warp_bytes(unit, MAX_ROWS, copy=copy, loops=True)))
-    group_units = -(-n_units // n_groups)
+    group_units = _group_units(n_units, min(8, MAX_SHARED // _warp_bytes(unit, MAX_ROWS, copy=copy)))
+    n_groups = -(-n_units // group_units)
     tiles = sum(-(-r // TILE) for r in rows)
-    turns = max(1, round(tiles * n_units / AT_ONCE))
-    of_warp = _warp_bytes(unit, n, copy=copy, loops=turns > 1)
-    groups = max(1, min(WARPS, MAX_SHARED // of_warp) // group_units)
+    of_warp = _warp_bytes(unit, n, copy=copy)
+    groups = max(1, min(WARPS, max_shared // of_warp) // group_units)
     if groups < n_groups:  # several blocks to a tile: then no fewer than there are multiprocessors
         groups = max(1, min(groups, round(tiles * n_groups / PROCESSORS)))
     groups = min(groups, n_groups)
     splits = -(-n_groups // groups)
     warps = groups * group_units
+    turns = _turns(tiles, n=n, warps=warps, splits=splits)
+    more = n_sets(n) * SUMS if turns > 1 else 0
+    buffers = 0 if turns == 1 else 2 if warps * (of_warp + more) <= max_shared else 1
     blocks = sum(-(-r // (TILE * turns)) for r in rows)
-    return Cut(unit, n_units, group_units, groups, splits, blocks, turns, warps * of_warp)
+    shared_bytes = warps * (of_warp + (more if buffers == 2 else 0))
+    return Cut(unit, n_units, group_units, groups, splits, blocks, turns, buffers, shared_bytes)
 
 
-def _warp_bytes(unit: int, n: int, *, copy: int, loops: bool) -> int:
-    """Shared memory of a warp: activations, sums (two of each where others may still read the last), the copy."""
-    return activation_bytes(unit, n) + (1 + loops) * n_sets(n) * SUMS + copy
+def _group_units(n_units: int, most: int) -> int:
+    """Units of a group: such that the last group is no smaller, if any number above half of `most` does that."""
+    whole = [size for size in range(most // 2 + 1, most + 1) if n_units % size == 0]
+    return max(whole) if whole else -(-n_units // -(-n_units // most))
+
+
+def _turns(tiles: int, *, n: int, warps: int, splits: int) -> int:
+    """Tiles of a block, one after the other, so that activations are made once for them: the fewest with which all
+    blocks run at once, or more where that takes a tenth less time, by a warp's instructions for set-up, for each
+    activation and each tile, and by how long a tile's weights take to come."""
+    before, of_tile = 100 + 90 * n, 230 + 100 * (n_sets(n) - 1)
+
+    def cycles(turns: int) -> float:
+        blocks = -(-(-(-tiles // turns) * splits) // PROCESSORS)  # of a multiprocessor
+        of_warp = before + turns * of_tile
+        return max(blocks * warps * of_warp / INSTRUCTIONS_A_CYCLE, 2 * of_warp + 1500 * turns)
+
+    resident = PROCESSORS * blocks_of(warps, sets=n_sets(n))
+    fewest = max(1, round(tiles * splits / resident))
+    choices = range(fewest, max(fewest, -(-tiles * splits // PROCESSORS)) + 1)
+    enough = 1.1 * min(cycles(turns) for turns in choices)
+    return next(turns for turns in choices if cycles(turns) <= enough)
+
+
+def _warp_bytes(unit: int, n: int, *, copy: int) -> int:
+    """Shared memory of a warp: activations, sums, the copy."""
+    return activation_bytes(unit, n) + n_sets(n) * SUMS + copy
 
 
 def kernel_name(kinds: Sequence[GGMLType], how: Cut, *, prologue: int, n: int) -> str:
     """The instantiation in linear.cu."""
     mask = sum(1 << int(kind) for kind in set(kinds))
-    sets, loops = n_sets(n), how.turns > 1
-    blocks = blocks_of(how.warps, sets=sets)
-    return f"linears_kernel<{mask}ull, {how.unit}, {prologue}, {sets}, {str(loops).lower()}, {how.warps}, {blocks}>"
+    what = f"{mask}ull, {len(kinds)}, {how.unit}, {prologue}, {n}, {how.buffers}"
+    split = f"{how.n_units}, {how.group_units}, {how.groups}"
+    return f"linears_kernel<{what}, {split}, {blocks_of(how.warps, sets=n_sets(n))}>"
 
 
 class Linears:
@@ -139,6 +170,8 @@ class Linears:
         self._device, self._programs = device, programs
         self._parts = torch.empty(n_parts, dtype=torch.float32, device=device)
         self._counters = torch.zeros(1 << 14, dtype=torch.int32, device=device)
+        is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+        self._max_shared = MAX_SHARED_HOPPER if is_hopper else MAX_SHARED
 
     def can_multiply(self, weight: Weight) -> bool:
         """Whether there is a kernel for it, and it lies as kernels want it."""
@@ -182,7 +215,7 @@ class Linears:
             assert self.can_multiply(weight)
         kinds = [weight.type for weight in weights]
         rows = [weight.n_rows for weight in weights]
-        how = cut(kinds, n_cols, rows=rows, n=n)
+        how = cut(kinds, n_cols, rows=rows, n=n, max_shared=self._max_shared)
         prologue = SWIGLU if up is not None else SILU if silu_scale is not None else PLAIN
         outs = [torch.empty((n, r), dtype=torch.float32, device=x.device) for r in rows]
         tiles = sum(-(-r // TILE) for r in rows)
@@ -214,11 +247,6 @@ class Linears:
                 *(w.raw.shape[1] for w in weights),
                 *(0,) * missing,
                 *ends[:3],
-                n,
-                how.n_units,
-                how.group_units,
-                how.groups,
-                how.n_groups,
                 self._parts,
                 self._counters,
             ),

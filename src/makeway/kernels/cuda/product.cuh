@@ -4,8 +4,8 @@
 // stand as three signed bytes; each of the three is a column of the product of its own. Eight columns are a set: one for
 // up to two activations, two for up to five, three for eight. Products and sums of codes, bytes and integer scales are
 // exact in s32; what is rounded is the activation, to 2^-22 of the largest of its unit, and the f32 sum of units.
-// What stands beside the code in a weight (a minimum, the 32 of Q6_K) needs sums of activations: of 16 columns each, exact
-// in three bf16 and multiplied by the integer minima on the tensor cores, or of 32 each in f32.
+// What stands beside the code in a weight (a minimum, the 32 of Q6_K) is the same for 16 or 32 columns: it is multiplied by
+// the same bytes, an integer as the codes are, a float by the sum that a product with ones gives.
 
 #pragma once
 #include "codes_32.cuh"
@@ -30,121 +30,87 @@ DEVICE void load_four(const float* from, float* v) {
 }
 
 // Where a warp's activations lie, of UK columns each:
-//   blocks f32 [UK / 32][24]: sums of 32, by column of the product; factors f32 [24]: what a column's sums are multiplied by
-//   products [n + 1][term 3][t 4] uint2: bf16 pairs of sums of 16, (2 t, 2 t + 1) and (2 t + 8, 2 t + 9); the last are zeros
+//   factors f32 [24]: what a column's sums are multiplied by
 //   values s8 [3 n][UK]
 template <int UK>
 struct Layout {
-    static constexpr int COLUMN = 4 * MOST_COLUMNS, PRODUCTS = 96;
-    static constexpr int FACTORS = UK / 32 * COLUMN, PRODUCTS_AT = FACTORS + COLUMN;
+    static constexpr int FACTORS = 4 * MOST_COLUMNS;
     static constexpr int STRIDE = UK / 32 % 2 == 1 ? UK : UK + 32;  // columns side by side share no bank
-    DEVICE static constexpr int bytes(int n) { return PRODUCTS_AT + (n + 1) * PRODUCTS + PLANES * n * STRIDE; }
+    DEVICE static constexpr int bytes(int n) { return FACTORS + PLANES * n * STRIDE; }
 };
 
 template <int UK>
 struct Activations {
     using L = Layout<UK>;
-    static constexpr int EIGHTS = UK / 8, TURNS = (EIGHTS + LANES - 1) / LANES;
+    static constexpr int WIDTH = UK % (8 * LANES) == 0 ? 8 : 4;  // columns of a lane at a time
+    static constexpr int PIECES = UK / WIDTH, TURNS = (PIECES + LANES - 1) / LANES;
     u8* at;
     int n;
 
-    DEVICE float* blocks() const { return reinterpret_cast<float*>(at); }
-    DEVICE float* factors() const { return reinterpret_cast<float*>(at + L::FACTORS); }
-    DEVICE u8* products(int row) const { return at + L::PRODUCTS_AT + row * L::PRODUCTS; }
-    DEVICE u8* values(int column) const { return products(n + 1) + column * L::STRIDE; }
+    DEVICE float* factors() const { return reinterpret_cast<float*>(at); }
+    DEVICE u8* values(int column) const { return at + L::FACTORS + column * L::STRIDE; }
 
-    // Rows 0 .. n - 1; `row_of(i)` gives a function (column, float* four) for row i. All lanes of the warp, eight columns each.
-    // BY_PRODUCT, BY_BLOCK: which sums somebody needs.
-    template <bool BY_PRODUCT, bool BY_BLOCK, class RowOf>
+    // Rows 0 .. n - 1; `row_of(i)` gives a function (column, float* four) for row i. All lanes of the warp.
+    template <class RowOf>
     DEVICE void put(int lane, RowOf row_of) const {
-        if (BY_PRODUCT && lane < L::PRODUCTS / 4) reinterpret_cast<u32*>(products(n))[lane] = 0;
+        const float byte = lane == 0 ? 1.0f : lane == 1 ? 256.0f : 65536.0f;
+#pragma unroll 1
         for (int row = 0; row < n; row++) {
             const auto fetch = row_of(row);
-            float v[TURNS][8];
+            float v[TURNS][WIDTH];
             u32 most = 0;
 #pragma unroll
             for (int turn = 0; turn < TURNS; turn++) {
-                const int eight = lane + turn * LANES;
-                if (EIGHTS % LANES == 0 || eight < EIGHTS) {
-                    fetch(8 * eight, v[turn]);
-                    fetch(8 * eight + 4, v[turn] + 4);
-                } else {
+                const int piece = lane + turn * LANES;
 #pragma unroll
-                    for (int i = 0; i < 8; i++) v[turn][i] = 0.0f;
+                for (int i = 0; i < WIDTH; i += 4) {
+                    if (PIECES % LANES == 0 || piece < PIECES) fetch(WIDTH * piece + i, v[turn] + i);
+                    else v[turn][i] = v[turn][i + 1] = v[turn][i + 2] = v[turn][i + 3] = 0.0f;
                 }
-#pragma unroll
-                for (int i = 0; i < 8; i++) most = max(most, as_u32(v[turn][i]) & 0x7FFFFFFFu);
             }
 #pragma unroll
-            for (int mask = 16; mask > 0; mask /= 2) most = max(most, shfl_xor(most, mask));
-            const u32 exponent = max(most >> 23, 30u);  // of what is smaller nothing is left
+            for (int turn = 0; turn < TURNS; turn++) {
+#pragma unroll
+                for (int i = 0; i < WIDTH; i++) most = max(most, as_u32(v[turn][i]) & 0x7FFFFFFFu);
+            }
+            const u32 exponent = max(max_of_warp(most) >> 23, 30u);  // of what is smaller nothing is left
             const float one = as_float((275 - exponent) << 23), scale = as_float((exponent - 21) << 23);
-            if (lane < PLANES) {
-                const float byte = lane == 0 ? 1.0f : lane == 1 ? 256.0f : 65536.0f;
-                factors()[PLANES * row + lane] = exponent == 255 ? as_float(0x7FC00000u) : scale * byte;
-            }
+            if (lane < PLANES) factors()[PLANES * row + lane] = exponent == 255 ? as_float(0x7FC00000u) : scale * byte;
 #pragma unroll
-            for (int turn = 0; turn < TURNS; turn++) put_eight<BY_PRODUCT, BY_BLOCK>(v[turn], one, row, lane + turn * LANES);
+            for (int turn = 0; turn < TURNS; turn++) {
+                const int piece = lane + turn * LANES;
+                if (PIECES % LANES == 0 || piece < PIECES) put_piece(v[turn], one, row, WIDTH * piece);
+            }
         }
         sync_warp();
     }
 
-    // Eight columns of a row; `one`: what makes integers of them.
-    template <bool BY_PRODUCT, bool BY_BLOCK>
-    DEVICE void put_eight(const float* v, float one, int row, int eight) const {
-        const bool live = EIGHTS % LANES == 0 || eight < EIGHTS;
-        u32 words[8], bytes[PLANES][2], sum = 0;
+    // WIDTH columns of a row from `column` on; `one`: what makes integers of them.
+    DEVICE void put_piece(const float (&v)[WIDTH], float one, int row, int column) const {
+        u32 bytes[PLANES][WIDTH / 4];
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const u32 bits = as_u32(fmaf(v[i], one, MAGIC));
-            sum += bits;
-            words[i] = (bits + (0x808080u - MAGIC_BITS)) ^ 0x808080u;
-        }
-        sum -= 8 * MAGIC_BITS;
+        for (int part = 0; part < WIDTH / 4; part++) {
+            u32 w[4];
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const u32* w = words + 4 * half;
+            for (int i = 0; i < 4; i++) w[i] = as_u32(fmaf(v[4 * part + i], one, MAGIC)) + (0x808080u - MAGIC_BITS);
             const u32 low = prmt(w[0], w[1], 0x5140), high = prmt(w[2], w[3], 0x5140);
-            bytes[0][half] = prmt(low, high, 0x5410);
-            bytes[1][half] = prmt(low, high, 0x7632);
-            bytes[2][half] = prmt(prmt(w[0], w[1], 0x0062), prmt(w[2], w[3], 0x0062), 0x5410);
+            bytes[0][part] = prmt(low, high, 0x5410) ^ 0x80808080u;
+            bytes[1][part] = prmt(low, high, 0x7632) ^ 0x80808080u;
+            bytes[2][part] = prmt(prmt(w[0], w[1], 0x0062), prmt(w[2], w[3], 0x0062), 0x5410) ^ 0x80808080u;
         }
-        if (live) {
 #pragma unroll
-            for (int plane = 0; plane < PLANES; plane++)
-                *reinterpret_cast<uint2*>(values(PLANES * row + plane) + 8 * eight) = {bytes[plane][0], bytes[plane][1]};
-        }
-        if constexpr (BY_PRODUCT || BY_BLOCK) {
-            sum += shfl_xor(sum, 1);  // of 16
-            const u32 other = shfl_xor(sum, 2);
-            if (live && eight % 4 == 0) {
-                if constexpr (BY_PRODUCT && UK == 256) put_products(products(row), eight / 4, sum, other);
-                if constexpr (BY_BLOCK) {
-                    float* block = blocks() + eight / 4 * MOST_COLUMNS + PLANES * row;
-                    block[0] = static_cast<float>(static_cast<i32>(sum + other));
-                    block[1] = block[2] = 0.0f;
-                }
-            }
-        }
-    }
-
-    // The pair of sums of 16 with this number, in three terms.
-    DEVICE static void put_products(u8* products, int pair, u32 first, u32 second) {
-        float a = static_cast<float>(static_cast<i32>(first)), b = static_cast<float>(static_cast<i32>(second));
-#pragma unroll
-        for (int term = 0; term < 3; term++) {
-            const u32 packed = pack_bf16(a, b);
-            *reinterpret_cast<u32*>(products + 32 * term + 8 * (pair % 4) + 4 * (pair / 4)) = packed;
-            a -= bf16_to_float(packed & 0xFFFF);
-            b -= bf16_to_float(packed >> 16);
+        for (int plane = 0; plane < PLANES; plane++) {
+            u8* to = values(PLANES * row + plane) + column;
+            if constexpr (WIDTH == 8) *reinterpret_cast<uint2*>(to) = {bytes[plane][0], bytes[plane][1]};
+            else *reinterpret_cast<u32*>(to) = bytes[plane][0];
         }
     }
 };
 
 // How a lane reads one set of columns: bytes of its column g, and what belongs to its two columns of the result.
 struct Columns {
-    const u8 *values, *products;
-    const float *blocks, *factors;
+    const u8* values;
+    const float* factors;
     // The lane's eight columns of the 32 from 32 s on, 8 t .. or 4 t .. and 16 + 4 t ..
     template <bool HALVES>
     DEVICE uint2 eight(int s) const {
@@ -155,8 +121,6 @@ struct Columns {
             return *reinterpret_cast<const uint2*>(values + 32 * s);
         }
     }
-    DEVICE uint2 product(int term) const { return *reinterpret_cast<const uint2*>(products + 32 * term); }
-    DEVICE float2 block(int i) const { return *reinterpret_cast<const float2*>(blocks + MOST_COLUMNS * i); }
     DEVICE float2 factor() const { return *reinterpret_cast<const float2*>(factors); }
 };
 
@@ -166,8 +130,7 @@ DEVICE void lane_view(Columns (&x)[SETS], const Activations<UK>& activations, in
     for (int set = 0; set < SETS; set++) {
         const int place = 8 * set + g, column = place < PLANES * activations.n ? place : 0;  // others are nobody's
         x[set] = {activations.values(column) + (Block<KIND>::HALVES ? 4 : 8) * t,
-                  activations.products(column % PLANES == 0 ? column / PLANES : activations.n) + 8 * t,
-                  activations.blocks() + 8 * set + 2 * t, activations.factors() + 8 * set + 2 * t};
+                  activations.factors() + 8 * set + 2 * t};
     }
 }
 
@@ -184,9 +147,11 @@ DEVICE void add_scaled(i32 (&total)[4], const i32 (&acc)[4], i32 low, i32 high) 
     total[3] += acc[3] * high;
 }
 
-// total += sum over the unit of integer scale * (codes times columns), all exact (below 2^29); S: the next 32 columns.
+// total += sum over the unit of integer scale * (codes times columns), `beside` that of what stands beside codes, all exact
+// (below 2^29); S: the next 32 columns.
 template <int KIND, int UK, int SETS, int S = 0>
-DEVICE void add_integers(i32 (&total)[SETS][4], const Block<KIND>& low, const Block<KIND>& high, const Columns (&x)[SETS]) {
+DEVICE void add_integers(i32 (&total)[SETS][4], i32 (&beside)[SETS][4], const Block<KIND>& low, const Block<KIND>& high,
+                         const Columns (&x)[SETS]) {
     if constexpr (S < UK / 32) {
         using B = Block<KIND>;
         u32 a[2], b[2];
@@ -207,12 +172,18 @@ DEVICE void add_integers(i32 (&total)[SETS][4], const Block<KIND>& low, const Bl
                 mma_bytes<B::SIGNED>(acc, {a[0], b[0], a[1], b[1]}, columns.x, columns.y);
                 add_scaled(total[set], acc, low0, high0);
             }
+            if constexpr (B::HAS_MINIMA || B::BIAS != 0) {
+                u32 p[2], q[2];
+                low.template beside<S>(p);
+                high.template beside<S>(q);
+                mma_bytes<B::BIAS != 0>(beside[set], {p[0], q[0], p[1], q[1]}, columns.x, columns.y);
+            }
         }
-        add_integers<KIND, UK, SETS, S + 1>(total, low, high, x);
+        add_integers<KIND, UK, SETS, S + 1>(total, beside, low, high, x);
     }
 }
 
-// The same for blocks whose scales are f16, with what SUMS_BY_BLOCK adds.
+// The same for blocks whose scales are f16; a shift is multiplied by the columns' sums, the same for all rows.
 template <int KIND, int UK, int SETS, int S = 0>
 DEVICE void add_blocks(float (&total)[SETS][4], const Block<KIND>& low, const Block<KIND>& high, const Columns (&x)[SETS]) {
     if constexpr (S < UK / 32) {
@@ -231,9 +202,13 @@ DEVICE void add_blocks(float (&total)[SETS][4], const Block<KIND>& low, const Bl
 #pragma unroll
             for (int i = 0; i < 4; i++) sums[i] = as_float(static_cast<u32>(acc[i])) - MAGIC;
             add_scaled(total[set], sums, low0, high0);
-            if constexpr (B::SUMS == SUMS_BY_BLOCK) {
-                const float2 sum = x[set].block(S);
-                add_scaled(total[set], {sum.x, sum.y, sum.x, sum.y}, low.template shift<S>(), high.template shift<S>());
+            if constexpr (B::HAS_SHIFT) {
+                const u32 ones = in_register(0x01010101);
+                i32 of_ones[4] = {magic, magic, magic, magic};
+                mma_bytes<false>(of_ones, {ones, ones, ones, ones}, columns.x, columns.y);
+#pragma unroll
+                for (int i = 0; i < 4; i++) sums[i] = as_float(static_cast<u32>(of_ones[i % 2])) - MAGIC;
+                add_scaled(total[set], sums, low.template shift<S>(), high.template shift<S>());
             }
         }
         add_blocks<KIND, UK, SETS, S + 1>(total, low, high, x);
@@ -265,18 +240,9 @@ DEVICE void add_floats(float (&total)[SETS][4], const Block<KIND>& low, const Bl
     }
 }
 
-// Integers of both rows times the sums of 16.
-DEVICE void sums_product(float (&acc)[4], const u32 (&a)[4], const Columns& x) {
-#pragma unroll
-    for (int term = 0; term < 3; term++) {
-        const uint2 b = x.product(term);
-        mma_bf16(acc, a, b.x, b.y);
-    }
-}
-
 // total += the unit's rows (`low` is row g's block, `high` row g + 8's) times the columns that `x` reads.
 template <int KIND, int UK, int SETS>
-DEVICE void multiply(float (&total)[SETS][4], Block<KIND>& low, Block<KIND>& high, const Columns (&x)[SETS], int t) {
+DEVICE void multiply(float (&total)[SETS][4], Block<KIND>& low, Block<KIND>& high, const Columns (&x)[SETS]) {
     using B = Block<KIND>;
     low.prepare();
     high.prepare();
@@ -286,31 +252,19 @@ DEVICE void multiply(float (&total)[SETS][4], Block<KIND>& low, Block<KIND>& hig
     } else if constexpr (!B::IN_INTEGERS) {
         add_blocks<KIND, UK, SETS>(unit, low, high, x);
     } else {
-        i32 integers[SETS][4] = {};
-        add_integers<KIND, UK, SETS>(integers, low, high, x);
+        i32 integers[SETS][4] = {}, beside[SETS][4] = {};
+        add_integers<KIND, UK, SETS>(integers, beside, low, high, x);
         const float d = low.block_scale(), e = high.block_scale();
 #pragma unroll
         for (int set = 0; set < SETS; set++) {
-            float sums[4];
+            float sums[4], besides[4];
 #pragma unroll
-            for (int i = 0; i < 4; i++) sums[i] = static_cast<float>(integers[set][i]);
-            if constexpr (B::BIAS != 0) {
-                u32 a[4];
-                float of_scales[4] = {};
-                low.scale_pairs(t, a[0], a[2]);
-                high.scale_pairs(t, a[1], a[3]);
-                sums_product(of_scales, a, x[set]);
-                add_scaled(sums, of_scales, -B::BIAS, -B::BIAS);
+            for (int i = 0; i < 4; i++) {
+                sums[i] = static_cast<float>(integers[set][i] - B::BIAS * beside[set][i]);
+                besides[i] = static_cast<float>(beside[set][i]);
             }
             add_scaled(unit[set], sums, d, e);
-            if constexpr (B::HAS_MINIMA) {
-                u32 a[4];
-                float of_minima[4] = {};
-                low.min_pairs(t, a[0], a[2]);
-                high.min_pairs(t, a[1], a[3]);
-                sums_product(of_minima, a, x[set]);
-                add_scaled(unit[set], of_minima, -low.block_min(), -high.block_min());
-            }
+            if constexpr (B::HAS_MINIMA) add_scaled(unit[set], besides, -low.block_min(), -high.block_min());
         }
     }
 #pragma unroll
@@ -329,15 +283,19 @@ struct UnitRows {
     DEVICE const u8* row(int i) const { return begin + static_cast<u64>(static_cast<u32>(min(first + i, last))) * row_bytes; }
 };
 
-// A warp's copy of a unit in shared memory, in whole aligned pieces of 16 bytes, for types with IS_SHARED.
+// A warp's copy of a unit in shared memory, in whole aligned pieces of 16 bytes. A matrix begins at a multiple of 16, and
+// so do all units of rows where a unit's bytes are one.
 template <int KIND, int UK>
 struct Copy {
     static constexpr int BYTES = UK / Block<KIND>::COLUMNS * Block<KIND>::BYTES;
-    static constexpr int PIECES = (BYTES + 15 + 15) / 16;  // wherever the row begins
-    static constexpr int STRIDE = (PIECES | 1) * 16;        // odd: rows share no bank
+    static constexpr bool IS_ALIGNED = BYTES % 16 == 0;
+    static constexpr int PIECES = IS_ALIGNED ? BYTES / 16 : (BYTES + 15 + 15) / 16;  // wherever the row begins
+    static constexpr int STRIDE = (Block<KIND>::BY_EIGHT ? (PIECES + 1) / 4 * 4 + 2 : PIECES | 1) * 16;  // rows share no bank
     static constexpr int SIZE = ROWS * STRIDE;
 
-    DEVICE static int shift(const u8* row) { return static_cast<int>(reinterpret_cast<u64>(row) & 15); }
+    DEVICE static int shift(const u8* row) {
+        return IS_ALIGNED ? 0 : static_cast<int>(reinterpret_cast<u64>(row) & 15);
+    }
 
     // Two lanes copy a row, every other piece each.
     DEVICE static void begin(u8* at, const UnitRows& rows, int lane) {
@@ -351,8 +309,50 @@ struct Copy {
         commit_async();
     }
     DEVICE static void open(Block<KIND> (&blocks)[2], const u8* at, const UnitRows& rows, int g, int t) {
-        blocks[0].open(at + g * STRIDE + shift(rows.row(g)), t);
-        blocks[1].open(at + (g + 8) * STRIDE + shift(rows.row(g + 8)), t);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            blocks[i].open(at + (g + 8 * i) * STRIDE + shift(rows.row(g + 8 * i)), t);
+        }
+    }
+};
+
+// A warp's unit of one matrix. Bytes of quantised types come into the warp's shared memory behind its back, so that those of
+// several units are on their way at once and take no registers; others come into the second-level cache, and are read as
+// they are multiplied.
+template <int KIND, int UK>
+struct Unit {
+    static constexpr int COPY = is_float(KIND) ? 0 : Copy<KIND, UK>::SIZE;
+    const u8* begin;  // of the unit's columns in row 0 of the matrix
+    u32 row_bytes;
+    int n_rows;
+    u8* copy;
+
+    DEVICE UnitRows rows(int tile) const { return {begin, row_bytes, tile * ROWS, n_rows - 1}; }
+    DEVICE void fetch(int tile, int lane) const {
+        if constexpr (COPY > 0) {
+            Copy<KIND, UK>::begin(copy, rows(tile), lane);
+        } else {
+            constexpr int HALF = UK / Block<KIND>::COLUMNS * Block<KIND>::BYTES / 2;
+            const u8* half = rows(tile).row(lane / 2) + lane % 2 * HALF;
+#pragma unroll
+            for (int at = 0; at < HALF; at += 32) prefetch32(half + at);
+            commit_async();
+        }
+    }
+    // Waits for the fetch, of which there may have been LATER ones since; afterwards the copy may be overwritten.
+    template <int LATER, int SETS>
+    DEVICE void multiply_into(float (&total)[SETS][4], const Columns (&x)[SETS], int tile, int lane) const {
+        Block<KIND> blocks[2];
+        if constexpr (COPY > 0) {
+            wait_async<LATER>();
+            sync_warp();
+            Copy<KIND, UK>::open(blocks, copy, rows(tile), lane / 4, lane % 4);
+        } else {
+            blocks[0].open(rows(tile).row(lane / 4), lane % 4);
+            blocks[1].open(rows(tile).row(lane / 4 + 8), lane % 4);
+        }
+        multiply<KIND, UK, SETS>(total, blocks[0], blocks[1], x);
+        sync_warp();
     }
 };
 
@@ -372,4 +372,17 @@ DEVICE void put_sums(float* red, const float (&total)[SETS][4], int g, int t) {
 DEVICE float sum_at(const float* red, int activation, int row) {
     const float* of = red + PLANES * activation * RED_COLUMN + row;
     return (of[2 * RED_COLUMN] + of[RED_COLUMN]) + of[0];
+}
+// Those of COUNT parts, STRIDE floats apart, added two by two.
+template <int COUNT, int STRIDE>
+DEVICE float sum_of_parts(const float* red, int activation, int row) {
+    float sums[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) sums[i] = sum_at(red + i * STRIDE, activation, row);
+#pragma unroll
+    for (int left = COUNT; left > 1; left = (left + 1) / 2) {
+#pragma unroll
+        for (int i = 0; i < left / 2; i++) sums[i] += sums[i + (left + 1) / 2];
+    }
+    return sums[0];
 }

@@ -73,6 +73,17 @@ template <class T> DEVICE T shfl_xor(T value, int mask) {
     return shuffled("shfl_xor", value, emulated::block.current % 32 ^ mask);
 }
 
+DEVICE u32 max_of_warp(u32 value) {
+    emulated::Warp& warp = emulated::block.warps[emulated::block.current / 32];
+    warp.in[emulated::block.current % 32][0] = value;
+    emulated::meet_warp("max_of_warp", [](emulated::Warp& w) {
+        u32 most = 0;
+        for (int i = 0; i < 32; i++) most = max(most, w.in[i][0]);
+        for (int i = 0; i < 32; i++) w.out[i][0] = most;
+    });
+    return warp.out[emulated::block.current % 32][0];
+}
+
 DEVICE float bf16_to_float(u32 low16) { return as_float(low16 << 16); }
 
 DEVICE void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
@@ -151,12 +162,15 @@ DEVICE uint2 load8(const void* from) { return loaded<uint2>(from, "load8"); }
 DEVICE u32 load4(const void* from) { return loaded<u32>(from, "load4"); }
 DEVICE u32 load2(const void* from) { return loaded<u16>(from, "load2"); }
 DEVICE float load4f_cg(const float* from) { return loaded<float>(from, "load4f_cg"); }
+DEVICE i32 load4_cg(const i32* from) { return loaded<i32>(from, "load4_cg"); }
+DEVICE i64 load8_cg(const i64* from) { return loaded<i64>(from, "load8_cg"); }
 
 DEVICE void copy16_async(void* shared, const void* from) {
     if (reinterpret_cast<uintptr_t>(shared) % 16 || reinterpret_cast<uintptr_t>(from) % 16)
         emulated::fail("copy16_async from %p to %p, which are not aligned", from, shared);
     emulated::block.copies[emulated::block.current].current.push_back({shared, from, 16});
 }
+DEVICE void prefetch32(const void*) {}
 DEVICE void commit_async() {
     emulated::Copies& copies = emulated::block.copies[emulated::block.current];
     copies.groups.push_back(std::move(copies.current));
