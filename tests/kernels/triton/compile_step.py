@@ -66,8 +66,9 @@ def indexer() -> Iterator[Case]:
         sizes = {"PER_BLOCK": 16, "N_HEADS": 4, "D": 128, "KEYS": index.SCORE_KEYS, "HALF": kind == "fp16"}
         constants = {**bins, **sizes, "num_warps": 4}
         yield f"score a row {kind}", index.row_score_kernel, {**constants, "HEADS": 8}, _pools(kind)
-        chunk = {**constants, "HEADS": 4, "ROWS": index.CHUNK_ROWS}
-        yield f"score a chunk {kind}", index.score_kernel, chunk, _pools(kind)
+        for tiles, group in ((1, 1), (index.TILES, index.GROUP)):
+            chunk = {**constants, "HEADS": 4, "ROWS": index.CHUNK_ROWS, "TILES": tiles, "GROUP": group}
+            yield f"score a chunk {kind} {group}", index.score_kernel, chunk, _pools(kind)
     constants = {
         **bins,
         "TILE": choose.SELECT_TILE,
@@ -75,7 +76,9 @@ def indexer() -> Iterator[Case]:
         "SELECT": 512,
         "num_warps": choose.SELECT_WARPS,
     }
-    yield "select", choose.select_kernel, constants, {**TYPES, "out": "*i32", "counts": "*i16"}
+    for grouped in (False, True):
+        types = {**TYPES, "out": "*i32", "counts": "*i16"}
+        yield f"select {grouped}", choose.select_kernel, {**constants, "GROUPED": grouped}, types
 
 
 def recurrent() -> Iterator[Case]:

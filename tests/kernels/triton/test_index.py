@@ -76,7 +76,7 @@ def choose(q, kv, rows, *, n_select, device, more=0, n_rows=8):
 
 def by_score(q, kv, rows, n_select):
     """What the reference chooses, and its scores [n, blocks]."""
-    scores = torch.zeros((rows.n_rows, 100))
+    scores = torch.zeros((rows.n_rows, max(s.position + s.n for s in rows.rows.spans) // 4))
     for s in rows.rows.spans:
         n_blocks = (s.position + s.n) // 4
         if n_blocks:
@@ -122,6 +122,28 @@ def test_equal_scores_go_to_the_lower_block(n_select, device):
     rows = batch(sizes, device, block_tokens=16)
     q = torch.ones(3, 2, 16)
     out, _ = choose(q, kv, rows, n_select=n_select, device=device)
+    assert torch.equal(out, by_score(q, kv, rows, n_select)[0])
+
+
+@pytest.mark.parametrize("values", ["any", "few", "rising"])
+@pytest.mark.parametrize("n_select", [1, 9])
+def test_a_chunk_chooses_alike_by_counts_of_blocks_and_of_groups(values, n_select, device, monkeypatch):
+    """Of groups: with more good blocks in one group than elsewhere, counts are too low, and the choice is not."""
+    sizes = [(597, 8), (300, 2)]
+    kv = pools(sizes, block_tokens=16, n_kv=1, d=16, dtype=torch.float32, index_dim=16)
+    flat = kv.pooled.view(-1, 16)
+    if values != "any":
+        flat.zero_()
+        flat[:, 0] = torch.arange(len(flat)) if values == "rising" else torch.arange(len(flat)) // 16 % 5
+    rows = batch(sizes, device, block_tokens=16)
+    q = randn(rows.n_rows, 3, 16, seed=4).abs()
+    monkeypatch.setattr(index, "SCORE_KEYS", 16)
+    monkeypatch.setattr(index, "TILES", 3)
+    monkeypatch.setattr(choosing, "SELECT_TILE", 64)
+    out, _ = choose(q, kv, rows, n_select=n_select, device=device)
+    monkeypatch.setattr(index, "MANY", 1000)
+    by_blocks, _ = choose(q, kv, rows, n_select=n_select, device=device)
+    assert torch.equal(out, by_blocks)
     assert torch.equal(out, by_score(q, kv, rows, n_select)[0])
 
 

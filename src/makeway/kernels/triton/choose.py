@@ -1,7 +1,8 @@
 """Each row's best blocks by their scores, found by several programs a row in one launch.
 
 Owns the scratch for scores, and what the programs of a row tell each other. Never sorts: counts of the scores' leading
-bits give a floor that few scores beyond the wanted ones reach; these are listed, and searched for the last one.
+bits give a floor that few scores beyond the wanted ones reach; these are listed, and searched for the last one. (Of a
+chunk the best of each few may be counted: as many groups reach the floor then, and so do at least as many blocks.)
 Hazard: scores are compared as the bits of floats, so they must not be negative (they are sums of relu) and not NaN;
 counts and arrivals in the scratch must be zero before, and are after.
 
@@ -114,10 +115,11 @@ def select_kernel(
     TILE: tl.constexpr,
     PART: tl.constexpr,
     SELECT: tl.constexpr,
+    GROUPED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One tile of one row's scores; the last of the row's programs writes its choice: out int32 [rows, n_select],
-    ascending, then -1.
+    ascending, then -1. GROUPED: a count is of groups with a score in the bin or above, so it may be too low.
 
     numbers int32 [rows, score_stride], a multiple of TILE: the tiles' lists; counts int16 [rows, count_stride], a
     multiple of 4: their lengths. What lies behind a row's scores and counts is read and not used.
@@ -168,9 +170,9 @@ def select_kernel(
 
     # n_low blocks have a score of `low` or more, at least n_select; fewer have one above `high`
     low = floor
-    high = tl.where(the_bin < N_BINS - 1, (the_bin + 1 + FIRST_BIN) << LOW_BITS, 0x7FFFFFFF) - 1
+    high = tl.where((the_bin < N_BINS - 1) & (not GROUPED), (the_bin + 1 + FIRST_BIN) << LOW_BITS, 0x7FFFFFFF) - 1
     n_low = total
-    if total >= PART:  # rare: then rounds are dear, and often all scores of the bin are equal
+    if (total >= PART) | GROUPED:  # the former is rare: then rounds are dear, and often all scores of the bin are equal
         k = tl.arange(0, PART)
         best = tl.max(tl.where(bits <= high, bits, floor), 0)
         for at in range(PART - 1, total, PART - 1):
@@ -238,10 +240,19 @@ class IndexScratch:
 
 
 def choose(
-    scratch: IndexScratch, rows: DeviceRows, *, out: Tensor, first: int, n: int, n_blocks: int, ratio: int
+    scratch: IndexScratch,
+    rows: DeviceRows,
+    *,
+    out: Tensor,
+    first: int,
+    n: int,
+    n_blocks: int,
+    ratio: int,
+    grouped: bool = False,
 ) -> None:
     """The best blocks of rows first .. first + n - 1, whose scores and bins are the scratch's first n: out int32
-    [n, n_select], as `kernels/reference_attention.py:best_blocks` gives them; no row has more than n_blocks."""
+    [n, n_select], as `kernels/reference_attention.py:best_blocks` gives them; no row has more than n_blocks. `grouped`:
+    bins count the best scores of groups of blocks."""
     n_select = out.shape[1]
     assert out.is_contiguous()
     assert n_blocks <= scratch.scores.shape[1]
@@ -266,6 +277,7 @@ def choose(
         TILE=SELECT_TILE,
         PART=LIST_PART,
         SELECT=triton.next_power_of_2(n_select),
+        GROUPED=grouped,
         num_warps=SELECT_WARPS,
         **overlap(out.device),
     )

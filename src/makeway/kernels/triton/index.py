@@ -18,7 +18,10 @@ from makeway.kernels.triton.quick import quick
 from makeway.kernels.triton.small import cos_sin, normed_and_turned, rope_turns
 
 CHUNK_ROWS = 16  # rows of a chunk whose scores are made together
-SCORE_KEYS = 64  # blocks a program scores
+SCORE_KEYS = 64  # blocks a program scores at a time
+MANY = 8  # times as many blocks as are chosen, from which on a chunk's programs score `TILES` tiles and count groups
+TILES = 4
+GROUP = 4  # neighbouring blocks, of which the best one's score is counted: fewer atomic additions
 
 
 @quick
@@ -275,16 +278,19 @@ def score_kernel(
     ROWS: tl.constexpr,
     D: tl.constexpr,
     KEYS: tl.constexpr,
+    TILES: tl.constexpr,
+    GROUP: tl.constexpr,
     HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Scores of KEYS blocks for ROWS rows of one segment, from row `first` on, and the counts of their bins.
+    """Scores of TILES times KEYS blocks for ROWS rows of one segment, from row `first` on, and the counts of their bins
+    or, with GROUP > 1, of the best ones' of GROUP neighbours.
 
     scores f32 [rows, score_stride], bins int32 [rows, N_BINS], the highest first. Not counted: bin 0, for all
     could be in it, and rows that have no choice.
     """
     begin(PDL)
-    start = tl.program_id(0) * KEYS
+    start = tl.program_id(0) * (KEYS * TILES)
     base = tl.program_id(1) * ROWS
     m = tl.arange(0, ROWS * HEADS)
     row_of_m = base + m // HEADS
@@ -303,17 +309,20 @@ def score_kernel(
     q_at = q + (first + row_of_m).to(tl.int64)[:, None] * q_row + head[:, None] * D + i[None, :]
     mask = (row_of_m < n) & (head < N_HEADS)
     queries, low = high_and_low(tl.load(q_at, mask=mask[:, None], other=0.0), HALF)
-    number = start + tl.arange(0, KEYS)
-    visible = number < most
-    place = key_places(number, visible, block_tables + segment.to(tl.int64) * table_stride, PER_BLOCK)
-    keys = tl.load(pooled + place[:, None] * D + i[None, :])
-    products = times(queries, low, tl.trans(keys), tl.zeros([ROWS * HEADS, KEYS], tl.float32), HALF)
-    score = tl.sum(tl.reshape(tl.maximum(products, 0.0), (ROWS, HEADS, KEYS)), 1) * scale
-    inside = number[None, :] < n_complete[:, None]
-    tl.store(scores + row.to(tl.int64)[:, None] * score_stride + number[None, :], score, mask=inside)
-    count_bins(
-        bins + row[:, None] * N_BINS, score, inside & (n_complete > n_select)[:, None], N_BINS, LOW_BITS, FIRST_BIN
-    )
+    counted = (n_complete > n_select)[:, None]
+    for tile in range(TILES):
+        number = start + tile * KEYS + tl.arange(0, KEYS)
+        visible = number < most
+        place = key_places(number, visible, block_tables + segment.to(tl.int64) * table_stride, PER_BLOCK)
+        keys = tl.load(pooled + place[:, None] * D + i[None, :])
+        products = times(queries, low, tl.trans(keys), tl.zeros([ROWS * HEADS, KEYS], tl.float32), HALF)
+        score = tl.sum(tl.reshape(tl.maximum(products, 0.0), (ROWS, HEADS, KEYS)), 1) * scale
+        inside = number[None, :] < n_complete[:, None]
+        tl.store(scores + row.to(tl.int64)[:, None] * score_stride + number[None, :], score, mask=inside)
+        score = tl.where(inside, score, 0.0)  # bin 0 is not counted
+        if GROUP > 1:
+            score = tl.max(tl.reshape(score, (ROWS, KEYS // GROUP, GROUP)), 2)
+        count_bins(bins + row[:, None] * N_BINS, score, counted, N_BINS, LOW_BITS, FIRST_BIN)
 
 
 def index_select(q: Tensor, kv: KVLayer, *, rows: Rows, n_select: int, scratch: IndexScratch) -> Tensor:
@@ -335,8 +344,9 @@ def index_select(q: Tensor, kv: KVLayer, *, rows: Rows, n_select: int, scratch: 
     for first, n_part in parts:
         if n_blocks > n_select:
             _score(q, kv, rows, scratch, first=first, n=n_part, n_blocks=n_blocks, n_select=n_select)
-        part = out[first : first + n_part]
-        choose(scratch, rows.on_device, out=part, first=first, n=n_part, n_blocks=n_blocks, ratio=kv.indexer[2])
+        where = {"first": first, "n": n_part, "n_blocks": n_blocks, "ratio": kv.indexer[2]}
+        grouped = _in_groups(n, n_blocks, n_select)
+        choose(scratch, rows.on_device, out=out[first : first + n_part], grouped=grouped, **where)
     return out
 
 
@@ -376,5 +386,13 @@ def _score(
     if q.shape[0] <= MAX_ROWS:
         row_score_kernel[(n_tiles, n)](*pointers, *sizes, HEADS=max(heads, 8), **constants, **overlap(q.device))
     else:
-        grid, tile = (n_tiles, triton.cdiv(n, CHUNK_ROWS)), {"HEADS": heads, "ROWS": CHUNK_ROWS}
+        tiles, group = (TILES, GROUP) if _in_groups(q.shape[0], n_blocks, n_select) else (1, 1)
+        grid = triton.cdiv(n_tiles, tiles), triton.cdiv(n, CHUNK_ROWS)
+        tile = {"HEADS": heads, "ROWS": CHUNK_ROWS, "TILES": tiles, "GROUP": group}
         score_kernel[grid](*pointers, first, n, *sizes, **tile, **constants, **overlap(q.device))
+
+
+def _in_groups(n: int, n_blocks: int, n_select: int) -> bool:
+    """Whether the best scores of neighbours are counted, of a batch of `n` rows: where they tell nearly as well where
+    the chosen ones begin."""
+    return n > MAX_ROWS and n_blocks >= MANY * n_select
