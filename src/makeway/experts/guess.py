@@ -1,6 +1,6 @@
 """Misses of the next layer, guessed and fetched while this layer's experts and the next mixer run.
 
-Owns the stream beside the step's own, the lists of guesses, and how many a layer may make. Never decides what runs:
+Owns two streams beside the step's own, the lists of guesses, and how many a layer may make. Never decides what runs:
 the next layer's plan takes from the list what it needs and fetches the rest.
 Hazard: a wrong guess costs the link as much as a right one, so a layer that is wrong more often than right stops, and
 tries again now and then.
@@ -10,7 +10,7 @@ next. Known from Eliseev and Mazur, Fast Inference of Mixture-of-Experts Languag
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,7 @@ from torch import Tensor
 from makeway.kernels import Weight
 from makeway.kernels.triton.guess import Guesses, guess_step
 from makeway.kernels.triton.small import route
-from makeway.kernels.triton.step_plan import Rooms, Source, fetch_missing
+from makeway.kernels.triton.step_plan import Source, fetch_missing
 
 LEAST_RIGHT = 0.5  # share of a layer's guesses: a right one hides a copy, a wrong one delays another by as much
 MEMORY = 0.97  # weight that a step's guesses keep until the next
@@ -59,20 +59,31 @@ class Told:
     guessed: Tensor
 
 
+@dataclass(frozen=True)
+class _Open:
+    """Guesses that nobody has joined yet. `x` may not be overwritten meanwhile."""
+
+    x: Tensor
+    guesses: Guesses
+    source: Source
+
+
 class Guesser:
-    """One list for even layers and one for odd ones: a layer's guesses are read while the next one's are fetched."""
+    """Guesses are found beside this layer's plan, and fetched behind its misses. Lists and rooms are there twice: one
+    layer's are read while the next one's are filled."""
 
     def __init__(self, n: int, *, rooms_at: int, room_bytes: int, multiply: Multiply, device: torch.device) -> None:
         """`n` guesses a layer, a power of two; 2 n rooms of `room_bytes` lie at byte `rooms_at` of the arena.
         `multiply`: by a router, on any stream."""
-        self.n = n
-        self._rooms_at, self._room_bytes = rooms_at, room_bytes
+        self._n, self._rooms_at, self._room_bytes = n, rooms_at, room_bytes
         self._multiply = multiply
         self._lists = tuple(Guesses.empty(n, device) for _ in range(2))
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._open: tuple[int, Tensor] | None = None  # the layer, and its input, which nobody may overwrite meanwhile
+        self._open: dict[int, _Open] = {}
+        self._asks = self._fetches = _Beside(None)
+        if device.type == "cuda":
+            self._asks, self._fetches = (_Beside(torch.cuda.Stream(device)) for _ in range(2))  # type: ignore[no-untyped-call]
 
-    def begin(
+    def ask(
         self,
         layer: int,
         x: Tensor,
@@ -80,38 +91,68 @@ class Guesser:
         *,
         top_k: int,
         told: Told,
-        rooms: Rooms,
+        slots: tuple[int, int],
         source: Source,
         live: Tensor | None,
     ) -> None:
-        """Behind what the current stream has got so far: guess `layer`'s misses from x f32 [n, hidden], fetch them."""
-        assert self._open is None
-        self._open = (layer, x)
-        place = layer % 2
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        """Guess `layer`'s misses from x f32 [n, hidden], which the current stream has made. slots: where the layer's
+        slot 0 lies in the arena, and how far the next one is."""
+        guesses = self._lists[layer % 2]
+        self._open[layer] = _Open(x, guesses, source)
+        self._asks.wait_for_current()
+        with self._asks.running():
             ids, _ = route(self._multiply(x, router), top_k)
             guess_step(
-                self._lists[place],
+                guesses,
                 ids,
                 slot_of=told.slot_of,
                 wanted=told.wanted,
                 spares=told.spares,
                 limit=told.limit,
                 told=told.guessed,
-                slots=(rooms.slots_at, rooms.slot_stride),
-                rooms=(self._rooms_at + place * self.n * self._room_bytes, self._room_bytes),
+                slots=slots,
+                rooms=(self._rooms_at + layer % 2 * self._n * self._room_bytes, self._room_bytes),
                 live=live,
             )
-            fetch_missing(self._lists[place], source)
+
+    def forget(self) -> None:
+        """Nobody will join what a pass that broke off has asked for."""
+        self._open.clear()
+
+    def fetch(self, layer: int) -> None:
+        """Fetch what was guessed, once the current stream has got here: its own misses go first."""
+        opened = self._open[layer]
+        self._fetches.wait_for(self._asks)
+        self._fetches.wait_for_current()
+        with self._fetches.running():
+            fetch_missing(opened.guesses, opened.source)
 
     def join(self, layer: int) -> Guesses | None:
-        """The current stream waits for `layer`'s guesses; None when nobody made any."""
-        if self._open is None:
+        """The current stream waits until `layer`'s guesses are there; None when nobody made any."""
+        opened = self._open.pop(layer, None)
+        if opened is None:
             return None
-        assert self._open[0] == layer
+        self._fetches.join()
+        return opened.guesses
+
+
+class _Beside:
+    """A stream beside the current one; without one everything runs in line."""
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._stream = stream
+
+    def running(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def wait_for_current(self) -> None:
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+
+    def wait_for(self, other: "_Beside") -> None:
+        if self._stream is not None and other._stream is not None:
+            self._stream.wait_stream(other._stream)
+
+    def join(self) -> None:
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
-        self._open = None
-        return self._lists[layer % 2]

@@ -176,6 +176,8 @@ class DeviceExperts:
         if not self._is_open:
             self._is_open = True
             self._tables.send()
+            if self._guesser is not None:
+                self._guesser.forget()
         assert self._report is None, "the step's last pass has begun"
         n_rows = self._tables.n_rows
         first = int(n_rows[layers[0]])
@@ -206,6 +208,11 @@ class DeviceExperts:
                 self._arena.device, n=n, top_k=self._top_k, hidden=gate.n_cols, width=gate.n_rows
             )
         stored, buffers = cache.store.layers[layer], self._buffers[n]
+        guesses = None
+        if self._guesser is not None:
+            if next_router is not None:
+                self._ask(layer + 1, moe.x, next_router, live)
+            guesses = self._guesser.join(layer)
         first_row = self._first_rows[first : first + 1] if isinstance(first, int) else first
         step_plan.plan_and_fetch(
             buffers,
@@ -218,10 +225,10 @@ class DeviceExperts:
             rooms=self._rooms(layer),
             report=step_plan.Report(first_row, tables.routed[layer], tables.fetched[layer]),
             live=live,
-            guesses=None if self._guesser is None else self._guesser.join(layer),
+            guesses=guesses,
         )
-        if self._guesser is not None and next_router is not None:  # behind this layer's own misses
-            self._guess(layer + 1, moe.x, next_router, live)
+        if self._guesser is not None and next_router is not None:
+            self._guesser.fetch(layer + 1)
         gate, up, down = stored.shapes
         layout = kernels.ExpertLayout(gate.type, up.type, down.type, gate.n_cols, gate.n_rows)
         if self._cuda is not None and cuda.can_run(layout):
@@ -229,9 +236,9 @@ class DeviceExperts:
             return
         kernels.run_experts(buffers, moe.x, self._arena, layout=layout, acc=moe.acc, scratch=self._scratch)
 
-    def _guess(self, layer: int, x: Tensor, router: Weight, live: Tensor | None) -> None:
+    def _ask(self, layer: int, x: Tensor, router: Weight, live: Tensor | None) -> None:
         assert self._guesser is not None
-        tables = self._tables
+        tables, rooms = self._tables, self._rooms(layer)
         told = Told(
             tables.slot_of[layer],
             tables.wanted[layer],
@@ -239,13 +246,13 @@ class DeviceExperts:
             tables.limits[layer],
             tables.guessed[layer],
         )
-        self._guesser.begin(
+        self._guesser.ask(
             layer,
             x,
             router,
             top_k=self._cache.plan.layers[layer].top_k,
             told=told,
-            rooms=self._rooms(layer),
+            slots=(rooms.slots_at, rooms.slot_stride),
             source=self._source(layer),
             live=live,
         )
