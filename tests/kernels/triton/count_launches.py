@@ -53,6 +53,7 @@ def passes(name: str) -> dict[str, list[tuple[str, list[str]]]]:
         parallel=1,
         slots=2,
         uploads_per_layer=1,
+        guesses=False,  # run beside the step: four launches a layer
         drafter="mtp" if with_mtp else "none",
         draft_depth=3 if with_mtp else 0,
         prefix_ram=0,
