@@ -45,6 +45,7 @@ def find_entries(
     transient_at,
     transient_stride,
     PADDED: tl.constexpr,
+    SPARES: tl.constexpr,
     GUESSES: tl.constexpr,
     HAS_LIVE: tl.constexpr,
 ):
@@ -56,30 +57,37 @@ def find_entries(
     if HAS_LIVE:
         mine = tl.where(tl.load(live + i // top_k, mask=i < n_ids, other=-1) >= 0, mine, -1)
     valid = mine >= 0
+    # all that the ids lead to is asked for at once: a trip to the L2 cache takes longer than what is found from it
+    slot = tl.load(slot_of + mine, mask=valid, other=0).to(tl.int64)
+    is_wanted = tl.load(wanted + mine, mask=valid, other=0) != 0
+    if SPARES > 0:
+        s = tl.arange(0, SPARES)
+        spare_slots = tl.load(spares + s, mask=s < n_spares, other=0).to(tl.int64)
     # row j of each matrix below: the id j as seen from the id i; sums over axis 0 stay within threads
     other = mine[:, None]
     same = (other == mine[None, :]) & valid[:, None]
     first = valid & (tl.sum((same & (i[:, None] < i[None, :])).to(tl.int32), 0) == 0)
     below = other < mine[None, :]
     entry = tl.sum((below & first[:, None]).to(tl.int32), 0)
-    slot = tl.load(slot_of + mine, mask=first, other=0).to(tl.int64)
     misses = first & (slot < 0)
-    guessed_at = tl.zeros([PADDED], tl.int64)
     if GUESSES > 0:
         g = tl.arange(0, GUESSES)
         match = (mine[:, None] == tl.load(guesses + g)[None, :]) & misses[:, None]
         guessed_at = tl.sum(tl.where(match, tl.load(guesses_at + g)[None, :], 0), 1)
-        misses = misses & (tl.sum(match.to(tl.int32), 1) == 0)
-    hopes = misses & (tl.load(wanted + mine, mask=misses, other=0) != 0)
+        guessed = tl.sum(match.to(tl.int32), 1) > 0
+        misses = misses & (guessed == 0)
+    hopes = misses & is_wanted
     spare = n_taken + tl.sum((below & hopes[:, None]).to(tl.int32), 0)
     kept = hopes & (spare < n_spares)
     passing = misses & (kept == 0)
     place = tl.sum((below & passing[:, None]).to(tl.int32), 0).to(tl.int64)
-    spare_slot = tl.load(spares + spare, mask=kept, other=0).to(tl.int64)
-    at = slots_at + tl.where(kept, spare_slot, slot) * slot_stride
+    if SPARES > 0:
+        taken = kept[:, None] & (spare[:, None] == tl.arange(0, SPARES)[None, :])
+        slot = tl.where(kept, tl.sum(tl.where(taken, spare_slots[None, :], 0), 1), slot)
+    at = slots_at + slot * slot_stride
     at = tl.where(passing, transient_at + place * transient_stride, at)
     if GUESSES > 0:
-        at = tl.where(first & (slot < 0) & (misses == 0), guessed_at, at)
+        at = tl.where(guessed, guessed_at, at)
     return mine, first, entry, misses, kept, spare, at
 
 
@@ -117,6 +125,8 @@ def write_plan(
     i = tl.arange(0, PADDED)
     row = i // top_k
     valid = mine >= 0
+    weight = tl.load(routing + i, mask=valid, other=0.0)
+    report_at = routed + tl.load(first_row) * top_k
     n_entries = tl.sum(first.to(tl.int32), 0)
     tl.store(experts + entry, mine, mask=first)
     tl.store(experts + i, -1, mask=(i >= n_entries) & (i < n_ids))
@@ -125,9 +135,9 @@ def write_plan(
     same = (mine[:, None] == mine[None, :]) & valid[:, None]
     rows = tl.sum(tl.where(same, 1 << row[:, None], 0), 0)  # an expert comes once in a row: no bit twice
     tl.store(chosen_by + entry, rows, mask=first)
-    tl.store(weights + entry * N + row, tl.load(routing + i, mask=valid, other=0.0), mask=valid)
+    tl.store(weights + entry * N + row, weight, mask=valid)
     tl.store(count, n_entries)
-    tl.store(routed + tl.load(first_row) * top_k + i, mine, mask=i < n_ids)
+    tl.store(report_at + i, mine, mask=i < n_ids)
     if SPARES > 0:
         s = tl.arange(0, SPARES)
         n_kept = n_taken + tl.sum(kept.to(tl.int32), 0)
@@ -213,6 +223,7 @@ def plan_kernel(
         transient_at,
         transient_stride,
         PADDED,
+        SPARES,
         GUESSES,
         HAS_LIVE,
     )
