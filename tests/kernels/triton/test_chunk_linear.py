@@ -93,6 +93,59 @@ def test_several_matrices_at_once_have_the_bits_of_each_alone(kinds, device):
         torch.testing.assert_close(part, run(x, weight, device), rtol=1e-5, atol=1e-5)
 
 
+def test_matrices_are_decoded_once_as_long_as_there_is_room(device, monkeypatch):
+    """As the chunks of a layer come: the same matrices again and again, then another layer's."""
+    n_decoded = 0
+
+    def counted(function):
+        def run(*args, **options):
+            nonlocal n_decoded
+            n_decoded += 1
+            return function(*args, **options)
+
+        return run
+
+    monkeypatch.setattr(module, "decode_matrices", counted(module.decode_matrices))
+    monkeypatch.setattr(module, "decode_stack", counted(module.decode_stack))
+    kinds = [GGMLType.Q8_0, GGMLType.Q5_1, GGMLType.Q5_1, GGMLType.F32]
+    weights = [random_weight(kind, 40, 96, seed=i) for i, kind in enumerate(kinds)]
+    weights = [Weight(w.raw.to(device), w.type, w.n_cols) for w in weights]
+    x = activations(9, 96).to(device)
+    groups = [weights[:1], weights[1:3], weights[3:]]  # 1, 2 and 3 times 40 x 96 values
+    expected = [[run(x, w, device) for w in group] for group in groups]
+
+    def multiply(i):
+        out = torch.full((9, 40 * len(groups[i])), torch.nan, device=device)
+        chunk_linears(x, groups[i], out=out, scratch=scratch)
+        for found, wanted in zip(out.cpu().split(40, dim=1), expected[i], strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+    for n_fit, order, n_expected in (
+        (6, [0, 1, 2, 0, 1, 2, 2], 3),
+        (3, [0, 1, 0, 1, 2, 2, 0, 0], 4),
+        (5, [0, 1, 0, 2, 0, 1], 5),
+    ):
+        room = torch.full((256 + 2 * n_fit * 40 * 96,), 255, dtype=torch.uint8, device=device)
+        scratch = LinearScratch.of(room)
+        n_decoded = 0
+        for i in order:
+            multiply(i)
+        assert n_decoded == n_expected
+
+
+def test_other_bytes_at_the_same_place_are_decoded(device):
+    """What was decoded is known by its address, which the next owner of the memory has too."""
+    memory = random_weight(GGMLType.Q8_0, 40, 96).raw.to(device)
+    x = activations(9, 96).to(device)
+    scratch = LinearScratch.of(torch.full((1 << 16,), 255, dtype=torch.uint8, device=device))
+    for seed in (1, 2):
+        weight = random_weight(GGMLType.Q8_0, 40, 96, seed=seed)
+        memory.copy_(weight.raw)
+        out = torch.empty((9, 40), device=device)
+        chunk_linear(x, Weight(memory.view_as(memory), weight.type, 96), out=out, scratch=scratch)
+        assert torch.equal(out.cpu(), run(x, weight, device))
+
+
 def test_what_is_decoded_alike_and_fits_goes_together(device):
     kinds = [GGMLType.Q8_0, GGMLType.Q5_1, GGMLType.F32, GGMLType.BF16, GGMLType.BF16, GGMLType.Q8_0, GGMLType.Q8_0]
     weights = [random_weight(kind, 40, 32) for kind in kinds]

@@ -1,11 +1,13 @@
 """Quantised linear for chunks of many rows: decoded to bf16 scratch, then multiplied on tensor cores.
 
-Owns how a matrix is cut into runs of rows that fit the scratch; never allocates. A row's bits do not depend on the rows
-beside it, on how many there are, or on the cut.
+Owns how a matrix is cut into runs of rows that fit the scratch, and what lies decoded there: a layer's chunks come one
+after the other, so with room for a layer's matrices each is decoded once a layer. Never allocates. A row's bits do not
+depend on the rows beside it, on how many there are, or on the cut.
 Hazard: weights are rounded to bf16, except F16 and F32, which are multiplied as sums of bf16 terms and lose nothing.
 """
 
 import itertools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +24,7 @@ from makeway.kernels.triton.quick import quick
 from makeway.kernels.triton.unpack import PLANES
 from makeway.kernels.weight import Weight
 
+ALIGNED_VALUES = 128  # what is decoded begins at multiples of so many
 LEAST_ROWS = 128  # of a run: any matrix's run of so many starts at a multiple of 16 bytes
 NARROW = 1024  # outputs at most, of matrices that take the narrow tile
 FEW = 512  # rows at most, that take it too
@@ -32,12 +35,13 @@ SWATH = 8  # row tiles that go through the columns together, so that both sides 
 class LinearScratch:
     """weights bf16 [values at a time]; origin int64 [1], 0, and one int32 [2], (0, 1): one matrix, to be decoded.
     stacks: tables of matrices that were decoded together, by their addresses, which stay as long as the model does, and
-    numbers of rows."""
+    numbers of rows. decoded: what lies in `weights`, in order, by address."""
 
     weights: Tensor
     origin: Tensor
     one: Tensor
     stacks: dict[tuple[tuple[int, int], ...], tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
+    decoded: "dict[tuple[int, ...], _Decoded]" = field(default_factory=dict, compare=False)
 
     @staticmethod
     def of(room: Tensor) -> "LinearScratch":
@@ -45,6 +49,41 @@ class LinearScratch:
         small = room[:16]
         small.copy_(torch.tensor([0] * 12 + [1] + [0] * 3, dtype=torch.uint8))
         return LinearScratch(room[256:].view(torch.bfloat16), small[:8].view(torch.int64), small[8:].view(torch.int32))
+
+    def find(self, weights: Sequence[Weight]) -> Tensor | None:
+        """The values of these matrices, if they were decoded together and nothing took their room since."""
+        found = self.decoded.get(_addresses(weights))
+        if found is None or any(raw() is not w.raw for raw, w in zip(found.raws, weights, strict=True)):
+            return None
+        return self.weights[found.first : found.end]
+
+    def take(self, n_values: int, weights: Sequence[Weight] = ()) -> Tensor:
+        """Room for `n_values` behind what lies there, or at the beginning, where all of that is forgotten. With
+        `weights` they will be found there."""
+        last = next(reversed(self.decoded.values()), None)
+        first = 0 if last is None else -(-last.end // ALIGNED_VALUES) * ALIGNED_VALUES
+        if not weights or first + n_values > self.weights.numel():
+            self.decoded.clear()
+            first = 0
+        assert first + n_values <= self.weights.numel()
+        if weights:
+            self.decoded.pop(_addresses(weights), None)
+            raws = tuple(weakref.ref(w.raw) for w in weights)
+            self.decoded[_addresses(weights)] = _Decoded(first, first + n_values, raws)
+        return self.weights[first : first + n_values]
+
+
+@dataclass(frozen=True)
+class _Decoded:
+    """Matrices at first .. end - 1 of the scratch; `raws`: their bytes, as long as they live."""
+
+    first: int
+    end: int
+    raws: "tuple[weakref.ref[Tensor], ...]"
+
+
+def _addresses(weights: Sequence[Weight]) -> tuple[int, ...]:
+    return tuple(w.raw.data_ptr() for w in weights)
 
 
 def least_scratch(weight: Weight) -> int:
@@ -73,14 +112,18 @@ def chunk_linear(x: Tensor, weight: Weight, *, out: Tensor, scratch: LinearScrat
         _multiply(x, raw.view(torch.bfloat16), out, tile=tile, n_terms=1, term_rows=0)
         return
     n_terms = PLANES[weight.type].parts
+    if n_terms * weight.n_rows * n_cols <= scratch.weights.numel():
+        chunk_linears(x, [weight], out=out, scratch=scratch)
+        return
     run = scratch.weights.numel() // (n_terms * n_cols) // LEAST_ROWS * LEAST_ROWS
     assert run > 0
+    room = scratch.take(n_terms * run * n_cols)
     for first in range(0, weight.n_rows, run):
         n_rows = min(run, weight.n_rows - first)
         matrix = QuantMatrix(weight.type, n_rows, n_cols, inside=first * weight.raw.shape[1])
-        _decode(raw, matrix, scratch.weights, scratch=scratch, n_terms=n_terms, term_stride=run * n_cols)
+        _decode(raw, matrix, room, scratch=scratch, n_terms=n_terms, term_stride=run * n_cols)
         some = out[:, first : first + n_rows]
-        _multiply(x, scratch.weights, some, tile=tile, n_terms=n_terms, term_rows=run)
+        _multiply(x, room, some, tile=tile, n_terms=n_terms, term_rows=run)
 
 
 def together(weights: Sequence[Weight], scratch: LinearScratch) -> list[list[int]]:
@@ -102,20 +145,32 @@ def together(weights: Sequence[Weight], scratch: LinearScratch) -> list[list[int
 def chunk_linears(x: Tensor, weights: Sequence[Weight], *, out: Tensor, scratch: LinearScratch) -> None:
     """As `chunk_linear`, for several matrices whose outputs stand side by side in `out`: one product. They must be
     `together`."""
-    if len(weights) == 1:
-        chunk_linear(x, weights[0], out=out, scratch=scratch)
-        return
     n, n_cols = x.shape
     n_rows, n_terms = sum(weight.n_rows for weight in weights), PLANES[weights[0].type].parts
+    n_values = n_terms * n_rows * n_cols
+    if weights[0].type == GGMLType.BF16 or n_values > scratch.weights.numel():
+        (weight,) = weights
+        chunk_linear(x, weight, out=out, scratch=scratch)
+        return
     assert out.shape == (n, n_rows)
+    assert x.stride(1) == out.stride(1) == 1
     assert all(weight.n_cols == n_cols for weight in weights)
-    assert n_terms * n_rows * n_cols <= scratch.weights.numel()
     if n == 0:
         return
+    decoded = scratch.find(weights)
+    if decoded is None:
+        decoded = scratch.take(n_values, weights)
+        _decode_all(weights, decoded, scratch=scratch, n_rows=n_rows, n_terms=n_terms)
+    _multiply(x, decoded, out, tile=_tile(x, n_rows), n_terms=n_terms, term_rows=n_rows)
+
+
+def _decode_all(weights: Sequence[Weight], out: Tensor, *, scratch: LinearScratch, n_rows: int, n_terms: int) -> None:
+    """All terms of several matrices of `n_rows` together, one below the other."""
+    n_cols = weights[0].n_cols
     first = 0
     for kind, stack in itertools.groupby(weights, key=lambda weight: weight.type):
         some = list(stack)
-        part = scratch.weights[first * n_cols :]
+        part = out[first * n_cols :]
         if len(some) == 1:
             matrix = QuantMatrix(kind, some[0].n_rows, n_cols)
             _decode(_raw(some[0]), matrix, part, scratch=scratch, n_terms=n_terms, term_stride=n_rows * n_cols)
@@ -124,7 +179,6 @@ def chunk_linears(x: Tensor, weights: Sequence[Weight], *, out: Tensor, scratch:
             highest = QuantMatrix(kind, max(weight.n_rows for weight in some), n_cols)
             decode_stack(_raw(some[0]), where, highest, out=part, rows=rows, terms=n_terms, term_stride=n_rows * n_cols)
         first += sum(weight.n_rows for weight in some)
-    _multiply(x, scratch.weights, out, tile=_tile(x, n_rows), n_terms=n_terms, term_rows=n_rows)
 
 
 def _tables(weights: Sequence[Weight], scratch: LinearScratch) -> tuple[Tensor, Tensor]:

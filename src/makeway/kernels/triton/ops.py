@@ -25,7 +25,7 @@ from makeway.kernels.triton.moe_input import choice_and_swiglu, choice_and_zeros
 from makeway.kernels.triton.rows import decode
 from makeway.kernels.weight import Weight
 
-LINEAR_BYTES = 64 << 20  # of decoded weights at a time, for chunks
+LINEAR_BYTES = 192 << 20  # of decoded weights at a time, for chunks: a layer's, so that each is decoded once a layer
 DELTA_TOKENS = 2048  # prepared at a time, for chunks
 INDEX_ROWS = 256  # of a chunk whose scores are there together: enough to fill a GPU
 LEAST_BLOCKS = 1 << 12  # of the scratch for scores; its sizes are powers of two, so all of them together are < 2 x one
