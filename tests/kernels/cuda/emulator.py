@@ -40,6 +40,7 @@ class _Launch(ctypes.Structure):
         ("n_threads", ctypes.c_int32),
         ("shared_bytes", ctypes.c_int32),
         ("reverse", ctypes.c_int32),
+        ("overlaps", ctypes.c_int32),
         ("arguments", ctypes.POINTER(ctypes.c_void_p)),
     ]
 
@@ -62,12 +63,12 @@ class Program:
         assert parameters == self.signature(name), f"{name} takes {self.signature(name)}, not {parameters}"
         return EmulatedKernel(self, name, reverse=reverse)
 
-    def run(self, name, grid, threads, shared_bytes, arguments, *, reverse=False):
+    def run(self, name, grid, threads, shared_bytes, arguments, *, reverse=False, overlaps=False):
         """Runs the kernel to its end; writes into the contiguous arrays (numpy, or torch on the CPU) among `arguments`.
 
         Other arguments are ints and floats. `reverse`: blocks, warps and lanes take their turns from the last to the
-        first, which shows races that the usual order hides. Raises EmulationError with the block and thread where it
-        went wrong.
+        first, which shows races that the usual order hides. `overlaps`: every thread must call
+        wait_for_previous() once. Raises EmulationError with the block and thread where it went wrong.
         """
         assert threads % 32 == 0
         assert 0 < threads <= 1024
@@ -85,7 +86,7 @@ class Program:
             assert letter != "i" or value.value == argument, f"{argument} is not an i32"
             values.append(value)
         pointers = (ctypes.c_void_p * max(1, len(values)))(*[ctypes.addressof(value) for value in values])
-        launch = _Launch(tuple(grid), threads, shared_bytes, int(reverse), pointers)
+        launch = _Launch(tuple(grid), threads, shared_bytes, int(reverse), int(overlaps), pointers)
         run = getattr(self._library, f"run_{self._numbers[name]}")
         run.restype = ctypes.c_char_p
         error = run(ctypes.byref(launch))
@@ -103,7 +104,8 @@ class EmulatedKernel:
         self._program, self._reverse = program, reverse
 
     def launch(self, grid, threads, shared_bytes, arguments, *, overlaps_previous=False):
-        self._program.run(self.name, grid, threads, shared_bytes, arguments, reverse=self._reverse)
+        options = {"reverse": self._reverse, "overlaps": overlaps_previous}
+        self._program.run(self.name, grid, threads, shared_bytes, arguments, **options)
 
 
 def run(source, name, grid, threads, shared_bytes, arguments, *, reverse=False):

@@ -23,6 +23,7 @@ def program():
         "convert_kernel",
         "copy_kernel",
         "busy_kernel",
+        "chain_kernel",
     ]
     return Program([SELFTEST], names + [f"faulty_kernel<{fault}>" for fault in FAULTS])
 
@@ -160,6 +161,14 @@ def test_a_missing_barrier_reads_what_nobody_wrote(program):
     assert (out[32:] == 0xCDCDCDCD).all()
 
 
+def test_kernels_that_overlap_wait_for_the_one_before(program):
+    values = np.zeros(256, np.int32)
+    program.run("chain_kernel", (1, 1, 1), 256, 0, (values, 256, 7), overlaps=True)
+    assert (values == 7).all()
+    with pytest.raises(EmulationError, match="256 threads did not wait"):
+        program.run("busy_kernel", (1, 1, 1), 256, 0, (np.zeros(256, np.float32), 1), overlaps=True)
+
+
 def test_a_copy_without_a_wait_is_not_there(program):
     out = np.zeros(64, np.uint32)
     program.run("faulty_kernel<8>", (1, 1, 1), 64, 256, (out, 0))
@@ -194,7 +203,7 @@ def test_one_kernel_of_one_file():
 
 def test_it_stands_in_for_a_kernel_of_a_module(program):
     out = torch.zeros(64, dtype=torch.int32)
-    program.kernel("faulty_kernel<6>", "pi").launch((1, 1, 1), 64, 0, (out, 5), overlaps_previous=True)
+    program.kernel("faulty_kernel<6>", "pi").launch((1, 1, 1), 64, 0, (out, 5))
     assert out[0] == 32
     with pytest.raises(AssertionError, match="takes pi, not pp"):
         program.kernel("faulty_kernel<6>", "pp")

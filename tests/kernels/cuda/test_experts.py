@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from makeway.gguf.types import GGMLType as G
-from makeway.kernels.cuda.experts import StepExpertKernels, can_run
+from makeway.kernels.cuda.experts import SOURCE, StepExpertKernels, can_run, launches
+from makeway.kernels.cuda.linear import MAX_SHARED, MAX_SHARED_HOPPER
 from makeway.kernels.triton.experts import ExpertLayout
 from makeway.kernels.triton.step_plan import StepBuffers
 from tests.kernels.cuda.emulated_programs import EmulatedPrograms
@@ -101,3 +102,38 @@ def test_a_row_has_the_same_bits_in_any_company(kernels):
         assert torch.equal(layer.run(kernels, x[alone], ids[alone], routing[alone], acc[alone])[0], together[row])
     reverse = StepExpertKernels(CPU, EmulatedPrograms(reverse=True))
     assert torch.equal(layer.run(reverse, x, ids, routing, acc), together)
+
+
+def test_down_starts_when_the_plan_has_been_made():
+    """It reads the plan before it waits, so gate and up may let it start only after their own wait, in every block."""
+    gate_up, down = SOURCE.read_text().split("gate_up_kernel(", 1)[1].split("down_kernel(", 1)
+    wait, let = gate_up.index("wait_for_previous();"), gate_up.index("let_next_start();")
+    assert wait < let
+    assert "return" not in gate_up[:let]
+    assert "hidden +" not in down[: down.index("wait_for_previous();")]
+
+
+@pytest.mark.parametrize(("n", "top_k", "width"), [(1, 4, 640), (3, 4, 640), (8, 4, 640), (2, 2, 64)])
+def test_many_turns_of_entries(n, top_k, width, monkeypatch):
+    """More entries than are run at once, with one or two units for a warp in each."""
+    layout = ExpertLayout(G.Q4_K, G.Q4_K, G.Q5_1, hidden=256, width=width)
+    monkeypatch.setattr("makeway.kernels.cuda.experts.DOWN_WARPS", (2, 2))
+    how = launches(layout, n=n, top_k=top_k)
+    assert how.copies == 2
+    assert how.per_entry == 1
+    assert how.down_units == (2 if width == 640 else 1)
+    layer = Layer(layout)
+    x, ids, routing, acc = inputs(n, 256, top_k=top_k, seed=n)
+    assert how.at_once < len(set(ids.flatten().tolist()))
+    got = layer.run(StepExpertKernels(CPU, EmulatedPrograms(reverse=True)), x, ids, routing, acc)
+    want = layer.expected(x, ids, routing, acc)
+    assert float((got.double() - want).norm() / want.norm()) < 1e-5
+
+
+def test_the_order_of_sums_is_the_same_on_every_card():
+    for layout, top_k in ((LAYOUTS[0], 2), (ExpertLayout(G.Q4_K, G.Q4_K, G.Q5_1, 2560, 640), 10)):
+        every = [
+            launches(layout, n=n, top_k=top_k, max_shared=m) for n in (1, 4, 8) for m in (MAX_SHARED, MAX_SHARED_HOPPER)
+        ]
+        assert len({(how.unit, how.units, how.down_unit, how.per_entry) for how in every}) == 1
+        assert max(how.shared_bytes for how in every) <= MAX_SHARED

@@ -5,7 +5,7 @@ import torch
 
 from makeway.gguf.types import GGMLType as G
 from makeway.kernels import Weight
-from makeway.kernels.cuda.linear import KINDS, MAX_SHARED, Linears, cut, has_kernel
+from makeway.kernels.cuda.linear import KINDS, MAX_SHARED, MAX_SHARED_HOPPER, Linears, cut, has_kernel
 from tests.kernels.cuda.emulated_programs import EmulatedPrograms
 from tests.kernels.triton.blocks import random_weight
 
@@ -67,15 +67,29 @@ def test_a_row_has_the_same_bits_in_any_company(kind, monkeypatch):
             assert torch.equal(Linears(CPU, programs)(x[rows], [weight])[0], together[rows])
 
 
-def test_many_tiles_of_a_block(linears):
-    """A matrix with more tiles than blocks: tiles follow each other in two buffers."""
-    weight = random_weight(G.Q6_K, 16 * 3200, 1280)
+def test_many_tiles_of_a_block(linears, monkeypatch):
+    """A matrix with more tiles than blocks: tiles follow each other, with sums in two buffers or in one."""
+    monkeypatch.setattr("makeway.kernels.cuda.linear.PROCESSORS", 1)
+    weight = random_weight(G.Q6_K, 16 * 20 - 5, 1280)
     how = cut([G.Q6_K], 1280, rows=[weight.n_rows], n=1)
-    assert how.turns > 1
-    assert how.blocks < 3200
+    assert how.turns > 2
+    assert how.buffers == 2
     x = torch.randn((1, 1280), generator=torch.Generator().manual_seed(5))
     (out,) = linears(x, [weight])
     close(out, product(x, weight))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_many_tiles_with_one_buffer(reverse, monkeypatch):
+    monkeypatch.setattr("makeway.kernels.cuda.linear.PROCESSORS", 1)
+    weight = random_weight(G.Q4_K, 16 * 12 - 3, 2048)
+    how = cut([G.Q4_K], 2048, rows=[weight.n_rows], n=8)
+    assert (how.turns > 1, how.buffers, how.splits) == (True, 1, 1)
+    x = torch.randn((8, 2048), generator=torch.Generator().manual_seed(8))
+    (out,) = Linears(CPU, EmulatedPrograms(reverse=reverse))(x, [weight])
+    close(out, product(x, weight))
+    (alone,) = Linears(CPU, EmulatedPrograms())(x[2:3], [weight])
+    assert torch.equal(alone[0], out[2])
 
 
 def test_what_the_activations_are_made_of(linears):
@@ -95,7 +109,9 @@ def test_every_launch_fits_the_smallest_card():
             if has_kernel(kind, n_cols):
                 how = [cut([kind], n_cols, rows=[512], n=n) for n in (1, 2, 4, 8)]
                 assert max(h.shared_bytes for h in how) <= MAX_SHARED
-                assert len({h.group_units for h in how}) == 1
+                more = [cut([kind], n_cols, rows=[99999], n=n, max_shared=MAX_SHARED_HOPPER) for n in (1, 2, 4, 8)]
+                assert max(h.shared_bytes for h in more) <= MAX_SHARED_HOPPER
+                assert len({(h.unit, h.group_units) for h in how + more}) == 1
 
 
 def test_any_size_of_activations(linears):

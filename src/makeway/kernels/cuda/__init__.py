@@ -36,5 +36,7 @@ def all_kernels(steps: Sequence[int] = (1, 2, 4, 8)) -> list[tuple[tuple[Path, .
                 how = linear.cut(kinds, n_cols, rows=rows, n=n, max_shared=max_shared)
                 of_products.add(linear.kernel_name(kinds, how, prologue=prologue, n=n))
         for layout, top_k in layouts:
-            of_experts.update(experts.kernel_names(layout, experts.launches(layout, n=n, top_k=top_k)))
+            for max_shared in (linear.MAX_SHARED, linear.MAX_SHARED_HOPPER):
+                how_experts = experts.launches(layout, n=n, top_k=top_k, max_shared=max_shared)
+                of_experts.update(experts.kernel_names(layout, how_experts))
     return [((linear.SOURCE,), sorted(of_products)), ((experts.SOURCE,), sorted(of_experts))]

@@ -30,6 +30,12 @@ struct NibbleBlock : SharedRow {
     DEVICE static u32 word(const u8* at) {
         return SIZE % 4 == 0 && QS % 4 == 0 ? *reinterpret_cast<const u32*>(at) : shared_word(at);
     }
+    // Where a scale, a minimum and fifth bits are eight bytes at a multiple of eight: all of them.
+    static constexpr bool HAS_HEAD = SIZE % 8 == 0;
+    template <int s>
+    DEVICE uint2 head() const {
+        return *reinterpret_cast<const uint2*>(row + BYTES * s);
+    }
     DEVICE static u32 spread(u32 bits) {  // four bits, each to bit 4 of its byte
         return (bits & 0xF) * 0x02040810u & 0x10101010u;
     }
@@ -40,18 +46,22 @@ struct NibbleBlock : SharedRow {
         out[0] = nibbles & NIBBLES;
         out[1] = (nibbles >> 4) & NIBBLES;
         if constexpr (QH >= 0) {
-            const u32 fifth = word(at + QH) >> (4 * t);
+            u32 fifth;
+            if constexpr (HAS_HEAD) fifth = head<s>().y >> (4 * t);
+            else fifth = word(at + QH) >> (4 * t);
             out[0] |= spread(fifth);
             out[1] |= spread(fifth >> 16);
         }
     }
     template <int s, int half>
     DEVICE float scale() const {
-        return half_at(BYTES * s);
+        if constexpr (HAS_HEAD) return half_to_float(head<s>().x & 0xFFFF);
+        else return half_at(BYTES * s);
     }
     template <int s>
     DEVICE float minimum() const {
-        return half_at(BYTES * s + 2);
+        if constexpr (HAS_HEAD) return half_to_float(head<s>().x >> 16);
+        else return half_at(BYTES * s + 2);
     }
 };
 

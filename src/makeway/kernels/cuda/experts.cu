@@ -71,7 +71,7 @@ gate_up_kernel(const float* x, i32 x_stride, const u8* arena, const i32* experts
                 const float a = sum_of_parts<UNITS, 2 * RED>(all, i / ROWS, i % ROWS);
                 const float b = sum_of_parts<UNITS, 2 * RED>(all + RED, i / ROWS, i % ROWS);
                 hidden[(entry * n + (PASS == 1 ? 0 : chosen(mask, first + i / ROWS))) * width + tile * ROWS + i % ROWS] =
-                    a / (1.0f + exp_of(-a)) * b;
+                    a * reciprocal_of(1.0f + exp_of(-a)) * b;
             }
             if (LOOPS) turn ^= 1;  // others may still read what was added last
         }
@@ -79,92 +79,102 @@ gate_up_kernel(const float* x, i32 x_stride, const u8* arena, const i32* experts
     }
 }
 
-// One tile of 16 rows of the outputs of all entries, added in ascending order to acc f32 [n, hidden]. Grid: tiles. A group of
-// PER_ENTRY warps has an entry at a time, and shares the units of its columns.
+// One tile of 16 rows of the outputs of all entries, added in ascending order to acc f32 [n, n_rows]. Grid: tiles. PER_ENTRY
+// warps have an entry at a time, AT_ONCE entries in a turn, and share the UNITS of its columns; COPIES units of a warp are on
+// their way at once.
 // What the plan wrote, and the entries' bytes, are read before the kernels before have ended: see gate_up_kernel.
-template <int KIND, int UK, int UNITS, int PER_ENTRY, int AT_ONCE, int PASS, int PASSES, int BLOCKS>
+template <int KIND, int UK, int UNITS, int PER_ENTRY, int AT_ONCE, int COPIES, int PASS, int PASSES, int BLOCKS>
 KERNEL(PER_ENTRY * AT_ONCE * 32, BLOCKS)
 down_kernel(const float* hidden, const u8* arena, const i64* offsets, const i32* chosen_by, const float* weights,
             const i32* n_entries, i32 row_bytes, i64 down_at, float* acc, i32 n, i32 n_rows) {
-    constexpr int WARPS = PER_ENTRY * AT_ONCE, OF_WARP = Layout<UK>::bytes(PASS), WIDTH = UNITS * UK;
+    constexpr int WARPS = PER_ENTRY * AT_ONCE, OF_WARP = Layout<UK>::bytes(PASS), WIDTH = UNITS * UK, MOST_N = PASS * PASSES;
     constexpr int UNIT_BYTES = UK / Block<KIND>::COLUMNS * Block<KIND>::BYTES, COPY = Unit<KIND, UK>::COPY;
-    constexpr int TURNS = (UNITS + PER_ENTRY - 1) / PER_ENTRY;  // units of a warp
-    constexpr int COPIES = TURNS > 1 ? 2 : 1, MOST_N = PASS * PASSES;
-    constexpr int ITEMS = (AT_ONCE * MOST_N + WARPS * 2 - 1) / (WARPS * 2);  // of the sums of entries and rows, for a thread
+    constexpr int OF_TURN = (UNITS + PER_ENTRY - 1) / PER_ENTRY;         // units of a warp in a turn
+    constexpr int AHEAD = (OF_TURN - 1 + COPIES) / OF_TURN;              // turns whose units are fetched, besides the current
+    constexpr int ITEMS = (AT_ONCE * MOST_N + WARPS * 2 - 1) / (WARPS * 2);  // sums of an entry for a row, of a thread
     const int lane = thread_x() % LANES, warp = thread_x() / LANES, tile = block_x();
     const int group = warp / PER_ENTRY, in_group = warp % PER_ENTRY;
     float* red = reinterpret_cast<float*>(shared_bytes() + WARPS * OF_WARP);  // [warp][pass]
     float* outputs = red + WARPS * PASSES * RED;                              // [group][row of the step][row]
-    u8* copy = reinterpret_cast<u8*>(outputs + AT_ONCE * MOST_N * ROWS) + warp * COPIES * COPY;
+    u8* copies = reinterpret_cast<u8*>(outputs + AT_ONCE * MOST_N * ROWS) + warp * COPIES * COPY;
 
-    // The unit `turn` of this warp's of an entry.
-    const auto unit_of = [&](const u8* expert, int turn) {
-        return Unit<KIND, UK>{expert + (in_group + turn * PER_ENTRY) * UNIT_BYTES, static_cast<u32>(row_bytes), n_rows,
-                              copy + turn % COPIES * COPY};
+    const int count = load4_cg(n_entries);
+    // This warp's entry of a turn: where its bytes are and who chose it.
+    const auto offset_of = [&](int turn) {
+        const int entry = group + turn * AT_ONCE;
+        return entry < count ? load8_cg(offsets + entry) : static_cast<i64>(0);
     };
-    const auto fetch = [&](const u8* expert, int turn) {
-        if (in_group + turn * PER_ENTRY < UNITS) unit_of(expert, turn).fetch(tile, lane);
+    const auto mask_of = [&](int turn) {
+        const int entry = group + turn * AT_ONCE;
+        return PASS == 1 ? 1u : entry < count ? static_cast<u32>(load4_cg(chosen_by + entry)) : 0u;
+    };
+    const auto unit_of = [&](i64 offset, int number, int copy) {
+        return Unit<KIND, UK>{arena + offset + down_at + (in_group + number * PER_ENTRY) * UNIT_BYTES,
+                              static_cast<u32>(row_bytes), n_rows, copies + copy * COPY};
+    };
+    const auto fetch = [&](int turn, i64 offset, int number) {
+        const bool is_there = UNITS % PER_ENTRY == 0 || in_group + number * PER_ENTRY < UNITS;
+        if (is_there && group + turn * AT_ONCE < count)
+            unit_of(offset, number, (turn * OF_TURN + number) % COPIES).fetch(tile, lane);
         else commit_async();
     };
-    const auto fetch_first = [&](const u8* expert) {
+    i64 offset[AHEAD + 1];
 #pragma unroll
-        for (int turn = 0; turn < COPIES; turn++) fetch(expert, turn);
-    };
-    const int count = load4_cg(n_entries);
-    const u8* expert = arena;
-    u32 mask = 0;
-    const auto open = [&](int entry) {  // and its first units are on their way
-        if (entry < count) {
-            expert = arena + load8_cg(offsets + entry) + down_at;
-            mask = PASS == 1 ? 1u : static_cast<u32>(load4_cg(chosen_by + entry));
-            fetch_first(expert);
-        }
-    };
-    open(group);
+    for (int i = 0; i <= AHEAD; i++) offset[i] = offset_of(i);
+    u32 mask = mask_of(0);
+#pragma unroll
+    for (int q = 0; q < COPIES; q++) fetch(q / OF_TURN, offset[q / OF_TURN], q % OF_TURN);
+
     const int row = thread_x() % ROWS, of = thread_x() / ROWS;
-    wait_for_previous();
-    let_next_start();
     const bool adds = of < n && tile * ROWS + row < n_rows;
     float* target = acc + of * n_rows + tile * ROWS + row;
+    wait_for_previous();
+    let_next_start();
     float sum = adds ? *target : 0.0f;
 
-    for (int begin = 0; begin < count; begin += AT_ONCE) {
-        const int entry = begin + group, n_here = min(count - begin, AT_ONCE);
+    for (int turn = 0; turn * AT_ONCE < count; turn++) {
+        const int begin = turn * AT_ONCE, entry = begin + group, n_here = min(count - begin, AT_ONCE);
+        // On their way while the products are made: what the sums are multiplied by, and the next entry.
         u32 by[ITEMS];
         float weight[ITEMS];
 #pragma unroll
-        for (int k = 0; k < ITEMS; k++) {  // on their way while the products are made
-            const int i = thread_x() / ROWS + k * WARPS * 2, j = i / MOST_N;
+        for (int k = 0; k < ITEMS; k++) {
+            const int i = of + k * WARPS * 2, j = i / MOST_N;
             by[k] = j >= n_here ? 0 : PASS == 1 ? 1 : static_cast<u32>(load4_cg(chosen_by + begin + j));
             weight[k] = j >= n_here ? 0.0f : load4f_cg(weights + (begin + j) * 8 + i % MOST_N);
         }
-        if (entry < count) {
-            const int n_chosen = PASS == 1 ? 1 : count_ones(mask);
-            for (int first = 0; first < n_chosen; first += PASS) {
-                const Activations<UK> activations{shared_bytes() + warp * OF_WARP, PASS == 1 ? 1 : min(n_chosen - first, PASS)};
-                if (first > 0) fetch_first(expert);
+        const u32 next_mask = mask_of(turn + 1);
+        const i64 last_offset = offset_of(turn + AHEAD + 1);
+#pragma unroll 1
+        for (int number = 0; number < OF_TURN; number++) {
+            const int unit = in_group + number * PER_ENTRY;
+            const bool is_there = UNITS % PER_ENTRY == 0 || unit < UNITS;
+            const int n_chosen = entry < count && is_there ? count_ones(mask) : 0;
+#pragma unroll 1
+            for (int pass = 0; pass * PASS < n_chosen; pass++) {
+                const Activations<UK> activations{shared_bytes() + warp * OF_WARP,
+                                                  PASS == 1 ? 1 : min(n_chosen - pass * PASS, PASS)};
+                put_chosen(activations, hidden + entry * n * WIDTH + unit * UK, WIDTH, mask, pass * PASS, lane);
+                Columns x[1];
+                lane_view<KIND, UK, 1>(x, activations, lane / 4, lane % 4);
                 float total[1][4] = {};
-#pragma unroll
-                for (int turn = 0; turn < TURNS; turn++) {
-                    const int unit = in_group + turn * PER_ENTRY;
-                    if (UNITS % PER_ENTRY == 0 || unit < UNITS) {
-                        put_chosen(activations, hidden + entry * n * WIDTH + unit * UK, WIDTH, mask, first, lane);
-                        Columns x[1];
-                        lane_view<KIND, UK, 1>(x, activations, lane / 4, lane % 4);
-                        unit_of(expert, turn).template multiply_into<COPIES - 1>(total, x, tile, lane);
-                    }
-                    if (turn + COPIES < TURNS) fetch(expert, turn + COPIES);
-                    else commit_async();
-                }
-                put_sums<1>(red + (warp * PASSES + first / PASS) * RED, total, lane / 4, lane % 4);
+                unit_of(offset[0], number, (turn * OF_TURN + number) % COPIES)
+                    .template multiply_into<COPIES - 1>(total, x, tile, lane);
+                float* sums = red + (warp * PASSES + pass) * RED;
+                if (number == 0) put_sums<1>(sums, total, lane / 4, lane % 4);
+                else add_sums<1>(sums, total, lane / 4, lane % 4);
             }
+            const int later = (number + COPIES) / OF_TURN;  // turns on
+            i64 at = offset[0];
+#pragma unroll
+            for (int i = 1; i <= AHEAD; i++) at = later == i ? offset[i] : at;
+            fetch(turn + later, at, (number + COPIES) % OF_TURN);
         }
-        open(entry + AT_ONCE);
         sync_block();
         // What each entry adds to each row; then those in order.
 #pragma unroll
         for (int k = 0; k < ITEMS; k++) {
-            const int i = thread_x() / ROWS + k * WARPS * 2, j = i / MOST_N, to = i % MOST_N;
+            const int i = of + k * WARPS * 2, j = i / MOST_N, to = i % MOST_N;
             float output = -0.0f;  // adds nothing to any number
             if ((by[k] >> to) & 1) {
                 const int index = PASS == 1 ? 0 : count_ones(by[k] & ((1u << to) - 1));
@@ -181,6 +191,10 @@ down_kernel(const float* hidden, const u8* arena, const i64* offsets, const i32*
 #pragma unroll
             for (int j = 0; j < AT_ONCE; j++) sum += parts[j];
         }
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) offset[i] = offset[i + 1];
+        offset[AHEAD] = last_offset;
+        mask = next_mask;
     }
     if (adds) *target = sum;
 }

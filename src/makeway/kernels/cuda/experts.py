@@ -15,12 +15,14 @@ from makeway.kernels.cuda.linear import (
     FLOAT_KINDS,
     MAX_ROWS,
     MAX_SHARED,
+    MAX_SHARED_HOPPER,
     PROCESSORS,
     SUMS,
     TILE,
     activation_bytes,
     copy_bytes,
     has_kernel,
+    most_shared,
     unit_columns,
 )
 from makeway.kernels.cuda.programs import Programs
@@ -29,7 +31,10 @@ from makeway.kernels.triton.step_plan import StepBuffers
 
 SOURCE = Path(__file__).parent / "experts.cu"
 MOST_PASS = 2  # rows of an entry that are multiplied together
-RESIDENT_WARPS = 24  # of a multiprocessor, that registers leave room for
+RESIDENT_WARPS = (30, 24)  # of a multiprocessor, that registers leave room for, with one and with two rows of a pass
+DOWN_WARPS = (24, 10)  # of a block that has a multiprocessor for itself, and of one of two
+MOST_DOWN_WARPS = 20  # with two rows of a pass
+HALF_SHARED = (MAX_SHARED_HOPPER >> 1) - 1024  # for each of two blocks
 MOST_WARPS = 16  # of a block
 GATE_UP = "pi" + "pppp" + "iil" + "p" + "ii"
 DOWN = "p" + "ppppp" + "il" + "p" + "ii"
@@ -39,7 +44,7 @@ DOWN = "p" + "ppppp" + "il" + "p" + "ii"
 class Launches:
     """How the two launches of a layer are cut: rows of a pass, passes. Gate and up: columns of a unit (a warp each),
     units, bytes of shared memory, blocks of an entry. Down: columns of a unit, units, warps of an entry, entries at a
-    time, bytes."""
+    time, units of a warp that are fetched at once, bytes."""
 
     of_pass: int
     passes: int
@@ -52,6 +57,7 @@ class Launches:
     down_units: int
     per_entry: int
     at_once: int
+    copies: int
     down_shared_bytes: int
 
     @property
@@ -75,26 +81,29 @@ def can_run(layout: ExpertLayout) -> bool:
     return how.units <= MOST_WARPS and how.shared_bytes <= MAX_SHARED
 
 
-def launches(layout: ExpertLayout, *, n: int, top_k: int) -> Launches:
-    """For n rows; the order of sums is the same for all n."""
+def launches(layout: ExpertLayout, *, n: int, top_k: int, max_shared: int = MAX_SHARED) -> Launches:
+    """For n rows, on a card that lets a block have `max_shared` bytes; the order of sums is the same for all."""
     of_pass = min(n, MOST_PASS)
     passes = -(-n // of_pass)
     unit = unit_columns(layout.hidden)
     units = layout.hidden // unit
     tiles = layout.width // TILE
-    at_once = PROCESSORS * max(1, RESIDENT_WARPS // units)
+    at_once = PROCESSORS * _resident(units, of_pass)
     turns = -(-tiles // max(1, round(at_once / (n * top_k))))
     of_warp = activation_bytes(unit, of_pass) + (2 + 2 * (turns > 1)) * SUMS
     of_warp += copy_bytes(layout.gate, unit) + copy_bytes(layout.up, unit)
     down_unit = down_columns(layout)
     down_units = layout.width // down_unit
     down_tiles = -(-layout.hidden // TILE)
-    warps = RESIDENT_WARPS if down_tiles <= PROCESSORS else 10  # a second block finds room then
+    in_two = down_tiles > PROCESSORS  # blocks of a multiprocessor
+    warps, room = DOWN_WARPS[in_two], min(max_shared, HALF_SHARED) if in_two else max_shared
     per_entry = max(1, min(down_units, warps // top_k))
-    copies = 2 if per_entry < down_units else 1
+    copies = 1 if per_entry == down_units and per_entry * n * top_k <= warps else 2  # 1: all of a warp's
     of_down_warp = activation_bytes(down_unit, of_pass) + passes * SUMS + copies * copy_bytes(layout.down, down_unit)
     of_entry = per_entry * of_down_warp + of_pass * passes * TILE * 4
-    entries = min(n * top_k, warps // per_entry, MAX_SHARED // of_entry)
+    if of_pass > 1:
+        warps = min(warps, MOST_DOWN_WARPS)
+    entries = min(n * top_k, warps // per_entry, room // of_entry)
     entries = max(1, entries, -(-n * TILE // (32 * per_entry)))  # a thread for each output
     return Launches(
         of_pass=of_pass,
@@ -107,17 +116,23 @@ def launches(layout: ExpertLayout, *, n: int, top_k: int) -> Launches:
         down_units=down_units,
         per_entry=per_entry,
         at_once=entries,
+        copies=copies,
         down_shared_bytes=entries * of_entry,
     )
+
+
+def _resident(units: int, of_pass: int) -> int:
+    """Blocks of gate and up that a multiprocessor has room for."""
+    return max(1, RESIDENT_WARPS[of_pass - 1] // units)
 
 
 def kernel_names(layout: ExpertLayout, how: Launches) -> tuple[str, str]:
     """The two instantiations in experts.cu."""
     loops = str(how.blocks < layout.width // TILE).lower()
     gate_up = f"{int(layout.gate)}, {int(layout.up)}, {how.unit}, {loops}, {how.units}, {how.of_pass}"
-    down = f"{int(layout.down)}, {how.down_unit}, {how.down_units}, {how.per_entry}, {how.at_once}"
+    down = f"{int(layout.down)}, {how.down_unit}, {how.down_units}, {how.per_entry}, {how.at_once}, {how.copies}"
     return (
-        f"gate_up_kernel<{gate_up}, {max(1, RESIDENT_WARPS // how.units)}>",
+        f"gate_up_kernel<{gate_up}, {_resident(how.units, how.of_pass)}>",
         f"down_kernel<{down}, {how.of_pass}, {how.passes}, {max(1, 20 // how.down_warps)}>",
     )
 
@@ -127,6 +142,7 @@ class StepExpertKernels:
 
     def __init__(self, device: torch.device, programs: Programs) -> None:
         self._device, self._programs = device, programs
+        self._max_shared = most_shared(device)
         self._hidden: dict[tuple[int, int, int], Tensor] = {}
 
     def run(self, buffers: StepBuffers, x: Tensor, arena: Tensor, *, layout: ExpertLayout, acc: Tensor) -> None:
@@ -143,7 +159,7 @@ class StepExpertKernels:
         assert acc.is_contiguous()
         assert layout.up_at % 16 == 0
         assert layout.down_at % 16 == 0
-        how = launches(layout, n=n, top_k=buffers.top_k)
+        how = launches(layout, n=n, top_k=buffers.top_k, max_shared=self._max_shared)
         values = self._room(buffers.n_entries, n, width=width)
         gate_up, down = kernel_names(layout, how)
         self._programs.kernel(SOURCE, gate_up, GATE_UP).launch(

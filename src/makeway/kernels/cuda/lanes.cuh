@@ -145,6 +145,11 @@ DEVICE int count_ones(u32 bits) { return __popc(bits); }
 DEVICE int lowest_one(u32 bits) { return __ffs(static_cast<int>(bits)) - 1; }
 DEVICE float exp_of(float x) { return expf(x); }
 DEVICE float rsqrt_of(float x) { return rsqrtf(x); }
+DEVICE float reciprocal_of(float x) {  // within one unit of the last place; zero for x from 2^126 on
+    float value;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
+    return value;
+}
 
 // True in every thread of the last of `n` blocks that come here; that block sees what the others wrote before, through
 // the _cg loads, and the counter is 0 again. All threads of a block must call it.

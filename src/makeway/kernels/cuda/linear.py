@@ -43,6 +43,12 @@ def unit_columns(n_cols: int) -> int:
     return next((unit for unit in (256, 320, 128, 96, 64, 32) if n_cols % unit == 0), 0)
 
 
+def most_shared(device: torch.device) -> int:
+    """Bytes of shared memory that a block may have; the least that any supported card has, where it is not known."""
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return MAX_SHARED_HOPPER if is_hopper else MAX_SHARED
+
+
 def copy_bytes(kind: GGMLType, unit: int) -> int:
     """Shared memory for a warp's copy of a unit, which floats need not (product.cuh: Copy)."""
     if kind in FLOAT_KINDS:
@@ -170,8 +176,7 @@ class Linears:
         self._device, self._programs = device, programs
         self._parts = torch.empty(n_parts, dtype=torch.float32, device=device)
         self._counters = torch.zeros(1 << 14, dtype=torch.int32, device=device)
-        is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-        self._max_shared = MAX_SHARED_HOPPER if is_hopper else MAX_SHARED
+        self._max_shared = most_shared(device)
 
     def can_multiply(self, weight: Weight) -> bool:
         """Whether there is a kernel for it, and it lies as kernels want it."""

@@ -19,7 +19,7 @@ constexpr int MOST_COLUMNS = 24;
 constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: added to a small number, leaves an integer in the low bits
 constexpr u32 MAGIC_BITS = 0x4B400000;
 
-DEVICE float sigmoid_of(float x) { return 1.0f / (1.0f + exp_of(fminf(-x, 88.0f))); }
+DEVICE float sigmoid_of(float x) { return reciprocal_of(1.0f + exp_of(fminf(-x, 88.0f))); }
 
 DEVICE void load_four(const float* from, float* v) {
     const uint4 four = load16(from);
@@ -366,6 +366,18 @@ DEVICE void put_sums(float* red, const float (&total)[SETS][4], int g, int t) {
         of[RED_COLUMN] = total[set][1];
         of[8] = total[set][2];
         of[RED_COLUMN + 8] = total[set][3];
+    }
+}
+// The same for sums of more columns of the matrix.
+template <int SETS>
+DEVICE void add_sums(float* red, const float (&total)[SETS][4], int g, int t) {
+#pragma unroll
+    for (int set = 0; set < SETS; set++) {
+        float* of = red + set * RED + 2 * t * RED_COLUMN + g;
+        of[0] += total[set][0];
+        of[RED_COLUMN] += total[set][1];
+        of[8] += total[set][2];
+        of[RED_COLUMN + 8] += total[set][3];
     }
 }
 // An activation's sum in one warp's part of them: of its three columns.

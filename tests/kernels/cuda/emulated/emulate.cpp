@@ -88,7 +88,7 @@ static void report(const char* format, int number) {
 }
 
 static void run_block(bool reverse) {
-    block.n_finished = block.n_arrived = block.first_ready = block.n_ready = 0;
+    block.n_finished = block.n_arrived = block.n_waited = block.first_ready = block.n_ready = 0;
     for (Warp& warp : block.warps) warp.n_arrived = 0;
     for (int i = 0; i < block.n_threads; i++) {
         block.copies[i].current.clear();
@@ -125,6 +125,8 @@ const char* run_grid(const Launch& launch, void (*body)(void**)) {
         memset(memory, GUARD, n_bytes);
         memset(block.shared, UNWRITTEN, launch.shared_bytes);
         run_block(launch.reverse);
+        if (!block.failed && launch.overlaps && block.n_waited != block.n_threads)
+            report("%d threads did not wait for the kernel before", block.n_threads - block.n_waited);
         for (int byte = 0; byte < GUARD_BYTES && !block.failed; byte++) {
             if (block.shared[launch.shared_bytes + byte] != GUARD) report("wrote %d bytes after its shared memory", byte);
             if (block.shared[-1 - byte] != GUARD) report("wrote %d bytes before its shared memory", byte + 1);

@@ -39,11 +39,12 @@ struct Launch {  // as emulator.py declares it
     int32_t n_threads;
     int32_t shared_bytes;
     int32_t reverse;
+    int32_t overlaps;  // each thread must wait for the kernel before
     void** arguments;
 };
 
 struct Block {
-    int current = 0, n_threads = 0, n_finished = 0, n_arrived = 0;
+    int current = 0, n_threads = 0, n_finished = 0, n_arrived = 0, n_waited = 0;
     int index[3] = {}, n_blocks[3] = {};
     const char* what = nullptr;
     bool flag = false, failed = false;

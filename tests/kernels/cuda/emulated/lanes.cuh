@@ -217,6 +217,7 @@ DEVICE int count_ones(u32 bits) { return __builtin_popcount(bits); }
 DEVICE int lowest_one(u32 bits) { return __builtin_ffs(static_cast<int>(bits)) - 1; }
 DEVICE float exp_of(float x) { return expf(x); }
 DEVICE float rsqrt_of(float x) { return 1.0f / sqrtf(x); }
+DEVICE float reciprocal_of(float x) { return fabsf(x) > 0x1p126f ? 0.0f : 1.0f / x; }
 
 DEVICE bool arrived_last(i32* counter, i32 n) {
     emulated::meet_block("arrived_last", [&] {
@@ -226,5 +227,5 @@ DEVICE bool arrived_last(i32* counter, i32 n) {
     return emulated::block.flag;
 }
 
-DEVICE void wait_for_previous() {}
+DEVICE void wait_for_previous() { emulated::block.n_waited++; }
 DEVICE void let_next_start() {}
