@@ -195,7 +195,7 @@ def bench_experts(bench: Bench, n_tokens: int) -> None:
     bench.time(
         f"combine {k}",
         lambda: combine(layer.rows.acc, scratch.out, pairs=layer.pairs, first=0, last=PIECE, skip=0),
-        n_bytes=rows * d * 4.0 + 8.0 * d * n_tokens * (1 - (1 - PIECE / EXPERTS) ** TOP_K),
+        n_bytes=rows * d * 2.0 + 8.0 * d * n_tokens * (1 - (1 - PIECE / EXPERTS) ** TOP_K),
     )
     flops = 6.0 * n_pairs * d * d_ff
     bench.time(f"layer {k}, counts unknown", lambda: layer.run(None), flops=flops, n_bytes=layer.room.numel())

@@ -97,10 +97,10 @@ def conv_cases() -> Iterator[Case]:
 
 
 def sort_cases() -> Iterator[Case]:
-    types = {"ids": I64, "offsets": I32, "places": I32, "order": I32, "acc": F32, "out": BF16}
+    types = {"ids": I64, "offsets": I32, "places": I32, "order": I32, "nexts": I32, "acc": F32, "out": BF16}
     yield Case("count", sort.count_kernel, types, {"BINS": 512, "TILE": sort.COUNT_TILE, "num_warps": 4})
-    yield Case("scan", sort.scan_kernel, types, {"BINS": 512, "num_warps": 4})
-    yield Case("place", sort.place_kernel, types, {"TILE": sort.PLACE_TILE, "num_warps": 4})
+    yield Case("scan", sort.scan_kernel, types, {"BINS": 512, "ROWS": sort.SCAN_ROWS, "num_warps": 16})
+    yield Case("place", sort.place_kernel, types, {"TILE": sort.PLACE_TILE, "num_warps": 8})
     constants = {"TOP_K": 16, "COLUMNS": sort.COMBINE_COLUMNS, "num_warps": 4}
     yield Case("combine", sort.combine_kernel, types, constants)
 

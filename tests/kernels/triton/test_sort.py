@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from makeway.kernels.triton import sort as module
 from makeway.kernels.triton.sort import SortedPairs, combine, sort_pairs
 
 
@@ -19,7 +20,7 @@ def sorted_pairs(ids, n_experts, device):
     room = torch.full((SortedPairs.nbytes(*ids.shape, n_experts),), 249, dtype=torch.uint8, device=device)
     pairs = SortedPairs.of(room, *ids.shape, n_experts=n_experts)
     sort_pairs(ids.to(device), pairs)
-    return pairs, SortedPairs(pairs.order.cpu(), pairs.offsets.cpu(), pairs.places.cpu())
+    return pairs, SortedPairs(pairs.order.cpu(), pairs.offsets.cpu(), pairs.places.cpu(), pairs.nexts.cpu())
 
 
 def expected_order(ids):
@@ -28,7 +29,7 @@ def expected_order(ids):
     return order[flat[order] >= 0]
 
 
-@pytest.mark.parametrize(("n", "top_k", "n_experts"), [(300, 4, 5), (7, 2, 9), (1, 1, 1)])
+@pytest.mark.parametrize(("n", "top_k", "n_experts"), [(300, 4, 5), (7, 2, 9), (1, 1, 1), (1500, 3, 6)])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_pairs_lie_by_expert_then_token(n, top_k, n_experts, dtype, device):
     ids = random_ids(n, top_k, n_experts).to(dtype)
@@ -40,6 +41,19 @@ def test_pairs_lie_by_expert_then_token(n, top_k, n_experts, dtype, device):
     places = torch.full((n * top_k,), -1)
     places[order] = torch.arange(len(order))
     assert torch.equal(pairs.places.long().view(-1), places)
+
+
+def test_many_segments_and_their_sums(device, monkeypatch):
+    """Segments that end inside a tile, more of them than are summed at a time, and fewer than there could be."""
+    monkeypatch.setattr(module, "SEGMENT_PAIRS", 7)
+    monkeypatch.setattr(module, "MOST_SEGMENTS", 50)
+    for n, n_segs in ((60, 26), (1000, 50)):
+        ids = random_ids(n, 3, 5)
+        _, pairs = sorted_pairs(ids, 5, device)
+        assert pairs.nexts.shape == (n_segs, 5)
+        order = expected_order(ids)
+        assert torch.equal(pairs.order[: len(order)].long(), order)
+        assert torch.equal(pairs.nexts[-1], pairs.offsets[1:]), "the last segment's pairs end where the expert's do"
 
 
 def test_only_padding_leaves_every_expert_empty(device):

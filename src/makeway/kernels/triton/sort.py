@@ -13,8 +13,11 @@ from torch import Tensor
 
 from makeway.kernels.triton.quick import quick
 
-COUNT_TILE = 1024  # pairs a program counts
-PLACE_TILE = 4096  # pairs an expert's program looks at in one step
+COUNT_TILE = 1024  # pairs a program counts at a time
+PLACE_TILE = 128  # pairs a program places at a time, each compared with each
+SEGMENT_PAIRS = 512  # at least, of a program
+MOST_SEGMENTS = 128  # enough to fill a GPU
+SCAN_ROWS = 32  # segments whose counts are summed at a time
 COMBINE_COLUMNS = 1024
 
 
@@ -25,46 +28,58 @@ class SortedPairs:
     order int32 [n * k]: the pair at each place (places past the last routed pair are undefined).
     offsets int32 [n_experts + 1]: the first place of each expert.
     places int32 [n, k]: the place of each pair, -1 for padding.
+    nexts int32 [segments, n_experts]: scratch; where the next pair of an expert in a segment of the pairs goes.
     """
 
     order: Tensor
     offsets: Tensor
     places: Tensor
+    nexts: Tensor
 
     @staticmethod
     def nbytes(n: int, top_k: int, n_experts: int) -> int:
         """Bytes of a room for `n` tokens."""
-        return 4 * (2 * n * top_k + n_experts + 1)
+        return 4 * (2 * n * top_k + n_experts + 1 + n_segments(n * top_k) * n_experts)
 
     @staticmethod
     def of(room: Tensor, n: int, top_k: int, *, n_experts: int) -> "SortedPairs":
         """Carve it out of `room`, u8 [>= nbytes] and aligned to 4 bytes; contents are as they were."""
         values = room[: SortedPairs.nbytes(n, top_k, n_experts)].view(torch.int32)
-        order, places, offsets = values.split((n * top_k, n * top_k, n_experts + 1))
-        return SortedPairs(order, offsets, places.view(n, top_k))
+        n_segs = n_segments(n * top_k)
+        order, places, offsets, nexts = values.split((n * top_k, n * top_k, n_experts + 1, n_segs * n_experts))
+        return SortedPairs(order, offsets, places.view(n, top_k), nexts.view(n_segs, n_experts))
 
     @property
     def n_experts(self) -> int:
         return self.offsets.shape[0] - 1
 
 
+def n_segments(n_pairs: int) -> int:
+    """Into how many runs of pairs the sort is cut."""
+    return min(MOST_SEGMENTS, -(-n_pairs // SEGMENT_PAIRS))
+
+
 def sort_pairs(ids: Tensor, pairs: SortedPairs) -> None:
     """Fill `pairs` from ids int32 or int64 [n, k], -1 where a row is padding; an id occurs once in a row.
 
-    Bits do not depend on timing: the only atomics add integers. Work: every expert's program reads all ids once.
+    Bits do not depend on timing: the only atomics add integers. Every pair is read twice, by programs that count and
+    place the pairs of a segment.
     """
     assert ids.is_contiguous()
     assert ids.shape == pairs.places.shape
     n_pairs, n_experts = ids.numel(), pairs.n_experts
-    pairs.offsets.zero_()
     if n_pairs == 0:
+        pairs.offsets.zero_()
         return
-    bins = triton.next_power_of_2(n_experts)
-    count_kernel[(triton.cdiv(n_pairs, COUNT_TILE),)](
-        ids, pairs.offsets, pairs.places, n_pairs, n_experts, BINS=bins, TILE=COUNT_TILE, num_warps=4
+    bins, n_segs = triton.next_power_of_2(n_experts), pairs.nexts.shape[0]
+    length = -(-n_pairs // n_segs)
+    count_kernel[(n_segs,)](
+        ids, pairs.nexts, pairs.places, n_pairs, length, n_experts, BINS=bins, TILE=COUNT_TILE, num_warps=4
     )
-    scan_kernel[(1,)](pairs.offsets, n_experts, BINS=bins, num_warps=4)
-    place_kernel[(n_experts,)](ids, pairs.offsets, pairs.order, pairs.places, n_pairs, TILE=PLACE_TILE, num_warps=4)
+    scan_kernel[(1,)](pairs.nexts, pairs.offsets, n_segs, n_experts, BINS=bins, ROWS=SCAN_ROWS, num_warps=16)
+    place_kernel[(n_segs,)](
+        ids, pairs.nexts, pairs.order, pairs.places, n_pairs, length, n_experts, TILE=PLACE_TILE, num_warps=8
+    )
 
 
 def combine(acc: Tensor, out: Tensor, *, pairs: SortedPairs, first: int, last: int, skip: int) -> None:
@@ -94,47 +109,68 @@ def combine(acc: Tensor, out: Tensor, *, pairs: SortedPairs, first: int, last: i
 
 
 @quick
-@triton.jit(do_not_specialize=["n_pairs"])
-def count_kernel(ids, offsets, places, n_pairs, n_experts, BINS: tl.constexpr, TILE: tl.constexpr):
-    """offsets[e + 1] += how often e occurs in this tile; padding gets its place here."""
-    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    inside = at < n_pairs
-    expert = tl.load(ids + at, mask=inside, other=-1).to(tl.int32)
-    routed = expert >= 0
-    tl.store(places + at, -1, mask=inside & (expert < 0))
-    counts = tl.histogram(tl.where(routed, expert, 0), BINS)
+@triton.jit(do_not_specialize=["n_pairs", "length"])
+def count_kernel(ids, nexts, places, n_pairs, length, n_experts, BINS: tl.constexpr, TILE: tl.constexpr):
+    """nexts[s, e] = how often e occurs in segment s; padding gets its place here."""
+    start = tl.program_id(0) * length
+    end = tl.minimum(start + length, n_pairs)
     bins = tl.arange(0, BINS)
-    n_unrouted = TILE - tl.sum(routed.to(tl.int32), axis=0)
-    counts = tl.where(bins == 0, counts - n_unrouted, counts)
-    tl.atomic_add(offsets + 1 + bins, counts, mask=(bins < n_experts) & (counts > 0), sem="relaxed")
+    counts = tl.zeros([BINS], tl.int32)
+    for first in range(start, end, TILE):
+        at = first + tl.arange(0, TILE)
+        inside = at < end
+        expert = tl.load(ids + at, mask=inside, other=-1).to(tl.int32)
+        routed = expert >= 0
+        tl.store(places + at, -1, mask=inside & (expert < 0))
+        counts += tl.histogram(tl.where(routed, expert, 0), BINS)
+        n_unrouted = TILE - tl.sum(routed.to(tl.int32), axis=0)
+        counts = tl.where(bins == 0, counts - n_unrouted, counts)
+    tl.store(nexts + tl.program_id(0) * n_experts + bins, counts, mask=bins < n_experts)
 
 
 @quick
-@triton.jit
-def scan_kernel(offsets, n_experts, BINS: tl.constexpr):
-    """Counts to offsets, in place."""
+@triton.jit(do_not_specialize=["n_segs"])
+def scan_kernel(nexts, offsets, n_segs, n_experts, BINS: tl.constexpr, ROWS: tl.constexpr):
+    """Counts to places: of every expert, and in place of every expert in every segment."""
     bins = tl.arange(0, BINS)
-    counts = tl.load(offsets + 1 + bins, mask=bins < n_experts, other=0)
-    tl.store(offsets + 1 + bins, tl.cumsum(counts, axis=0), mask=bins < n_experts)
+    totals = tl.zeros([BINS], tl.int32)
+    for first in range(0, n_segs, ROWS):
+        rows = first + tl.arange(0, ROWS)[:, None]
+        inside = (rows < n_segs) & (bins < n_experts)[None, :]
+        totals += tl.sum(tl.load(nexts + rows * n_experts + bins[None, :], mask=inside, other=0), axis=0)
+    ends = tl.cumsum(totals, axis=0)
+    tl.store(offsets + 1 + bins, ends, mask=bins < n_experts)
+    tl.store(offsets + bins, tl.zeros([BINS], tl.int32), mask=bins == 0)
+    before = ends - totals
+    for first in range(0, n_segs, ROWS):
+        rows = first + tl.arange(0, ROWS)[:, None]
+        inside = (rows < n_segs) & (bins < n_experts)[None, :]
+        at = nexts + rows * n_experts + bins[None, :]
+        counts = tl.load(at, mask=inside, other=0)
+        tl.store(at, before[None, :] + tl.cumsum(counts, axis=0) - counts, mask=inside)
+        before += tl.sum(counts, axis=0)
 
 
 @quick
-@triton.jit(do_not_specialize=["n_pairs"])
-def place_kernel(ids, offsets, order, places, n_pairs, TILE: tl.constexpr):
-    """The pairs of one expert, in the order of their tokens."""
-    expert = tl.program_id(0)
-    place = tl.load(offsets + expert)
-    end = tl.load(offsets + expert + 1)
-    start = 0
-    while place < end:  # no further than the expert's last pair
-        at = start + tl.arange(0, TILE)
-        mine = tl.load(ids + at, mask=at < n_pairs, other=-1).to(tl.int32) == expert
-        ours = mine.to(tl.int32)
-        to = place + tl.cumsum(ours, axis=0) - 1
+@triton.jit(do_not_specialize=["n_pairs", "length"])
+def place_kernel(ids, nexts, order, places, n_pairs, length, n_experts, TILE: tl.constexpr):
+    """The pairs of one segment, in their order. What the next place of an expert is stands in the segment's row."""
+    start = tl.program_id(0) * length
+    end = tl.minimum(start + length, n_pairs)
+    nexts += tl.program_id(0) * n_experts
+    i = tl.arange(0, TILE)
+    for first in range(start, end, TILE):
+        at = first + i
+        expert = tl.load(ids + at, mask=at < end, other=-1).to(tl.int32)
+        before = (expert[:, None] == expert[None, :]) & (i[None, :] < i[:, None])
+        mine = expert >= 0
+        base = tl.load(nexts + expert, mask=mine, other=0, cache_modifier=".cg")
+        tl.debug_barrier()  # all have read before any adds
+        tl.atomic_add(nexts + expert, 1, mask=mine, sem="relaxed")
+        to = base + tl.sum(before.to(tl.int32), axis=1)
         tl.store(order + to, at, mask=mine)
         tl.store(places + at, to, mask=mine)
-        place += tl.sum(ours, axis=0)
-        start += TILE
+        tl.debug_barrier()  # all have added before any reads again
 
 
 @quick
