@@ -137,3 +137,18 @@ def test_the_order_of_sums_is_the_same_on_every_card():
         ]
         assert len({(how.unit, how.units, how.down_unit, how.per_entry) for how in every}) == 1
         assert max(how.shared_bytes for how in every) <= MAX_SHARED
+
+
+@pytest.mark.parametrize(("n", "buffers"), [(1, 1), (3, 2)])
+def test_several_tiles_of_a_block(n, buffers, monkeypatch):
+    """Gate and up on a GPU of one processor: tiles follow each other, with sums in one buffer or in two."""
+    layout = ExpertLayout(G.Q4_K, G.Q5_K, G.Q4_K, hidden=256, width=256)
+    monkeypatch.setattr("makeway.kernels.cuda.experts.PROCESSORS", 1)
+    monkeypatch.setattr("makeway.kernels.cuda.experts.MAX_SHARED_HOPPER", 1 if buffers == 1 else 1 << 24)
+    how = launches(layout, n=n, top_k=3)
+    assert (how.blocks < 16, how.buffers) == (True, buffers)
+    layer = Layer(layout)
+    x, ids, routing, acc = inputs(n, 256, top_k=3, seed=n)
+    got = layer.run(StepExpertKernels(CPU, EmulatedPrograms(reverse=True)), x, ids, routing, acc)
+    want = layer.expected(x, ids, routing, acc)
+    assert float((got.double() - want).norm() / want.norm()) < 1e-5

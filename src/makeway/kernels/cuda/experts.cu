@@ -22,16 +22,16 @@ DEVICE void put_chosen(const Activations<UK>& activations, const float* x, int s
 }
 
 // Tiles of 16 rows of an entry's gate and up products, every n_blocks_x()-th, and SwiGLU. Grid: blocks x entries; a warp for
-// each unit of the columns. Without LOOPS a block has one tile. PASS: rows that are multiplied together, 1 or 2, of a step's n.
+// each unit of the columns. Without LOOPS (the buffers for sums, 1 or 2) a block has one tile. PASS: rows that are multiplied together, 1 or 2, of a step's n.
 // It waits before it lets the next kernel start, so when that one starts, the plan has been made.
-template <int GATE, int UP, int UK, bool LOOPS, int UNITS, int PASS, int BLOCKS>
+template <int GATE, int UP, int UK, int LOOPS, int UNITS, int PASS, int BLOCKS>
 KERNEL(UNITS * 32, BLOCKS)
 gate_up_kernel(const float* x, i32 x_stride, const u8* arena, const i32* experts, const i64* offsets,
                const i32* chosen_by, i32 gate_bytes, i32 up_bytes, i64 up_at, float* hidden, i32 n, i32 width) {
     constexpr int OF_WARP = Layout<UK>::bytes(PASS), SUMS = UNITS * 2 * RED;  // [warp][gate, up]
     const int lane = thread_x() % LANES, warp = thread_x() / LANES, n_tiles = width / ROWS, entry = block_y();
     float* red = reinterpret_cast<float*>(shared_bytes() + UNITS * OF_WARP);
-    u8* copy = reinterpret_cast<u8*>(red + (LOOPS ? 2 : 1) * SUMS) + warp * (Unit<GATE, UK>::COPY + Unit<UP, UK>::COPY);
+    u8* copy = reinterpret_cast<u8*>(red + (LOOPS == 2 ? 2 : 1) * SUMS) + warp * (Unit<GATE, UK>::COPY + Unit<UP, UK>::COPY);
 
     wait_for_previous();
     let_next_start();
@@ -73,9 +73,10 @@ gate_up_kernel(const float* x, i32 x_stride, const u8* arena, const i32* experts
                 hidden[(entry * n + (PASS == 1 ? 0 : chosen(mask, first + i / ROWS))) * width + tile * ROWS + i % ROWS] =
                     a * reciprocal_of(1.0f + exp_of(-a)) * b;
             }
-            if (LOOPS) turn ^= 1;  // others may still read what was added last
+            if (LOOPS == 2) turn ^= 1;  // others may still read what was added last
+            else if (has_next) sync_block();
         }
-        if (first + PASS < n_chosen && !LOOPS) sync_block();
+        if (first + PASS < n_chosen && LOOPS < 2) sync_block();
     }
 }
 

@@ -43,8 +43,8 @@ DOWN = "p" + "ppppp" + "il" + "p" + "ii"
 @dataclass(frozen=True)
 class Launches:
     """How the two launches of a layer are cut: rows of a pass, passes. Gate and up: columns of a unit (a warp each),
-    units, bytes of shared memory, blocks of an entry. Down: columns of a unit, units, warps of an entry, entries at a
-    time, units of a warp that are fetched at once, bytes."""
+    units, bytes of shared memory, blocks of an entry, buffers of sums where a block has several tiles. Down: columns of
+    a unit, units, warps of an entry, entries at a time, units of a warp that are fetched at once, bytes."""
 
     of_pass: int
     passes: int
@@ -53,6 +53,7 @@ class Launches:
     units: int
     shared_bytes: int
     blocks: int
+    buffers: int
     down_unit: int
     down_units: int
     per_entry: int
@@ -88,10 +89,12 @@ def launches(layout: ExpertLayout, *, n: int, top_k: int, max_shared: int = MAX_
     unit = unit_columns(layout.hidden)
     units = layout.hidden // unit
     tiles = layout.width // TILE
-    at_once = PROCESSORS * _resident(units, of_pass)
-    turns = -(-tiles // max(1, round(at_once / (n * top_k))))
-    of_warp = activation_bytes(unit, of_pass) + (2 + 2 * (turns > 1)) * SUMS
-    of_warp += copy_bytes(layout.gate, unit) + copy_bytes(layout.up, unit)
+    resident = _resident(units, of_pass)
+    blocks = max(1, min(tiles, PROCESSORS * resident // (n * top_k)))
+    of_warp = activation_bytes(unit, of_pass) + 2 * SUMS + copy_bytes(layout.gate, unit) + copy_bytes(layout.up, unit)
+    has_room = resident * (units * (of_warp + 2 * SUMS) + 1024) <= MAX_SHARED_HOPPER
+    buffers = 0 if blocks == tiles else 2 if has_room else 1
+    of_warp += 2 * SUMS * (buffers == 2)
     down_unit = down_columns(layout)
     down_units = layout.width // down_unit
     down_tiles = -(-layout.hidden // TILE)
@@ -111,7 +114,8 @@ def launches(layout: ExpertLayout, *, n: int, top_k: int, max_shared: int = MAX_
         unit=unit,
         units=units,
         shared_bytes=units * of_warp,
-        blocks=-(-tiles // turns),
+        blocks=blocks,
+        buffers=buffers,
         down_unit=down_unit,
         down_units=down_units,
         per_entry=per_entry,
@@ -128,8 +132,7 @@ def _resident(units: int, of_pass: int) -> int:
 
 def kernel_names(layout: ExpertLayout, how: Launches) -> tuple[str, str]:
     """The two instantiations in experts.cu."""
-    loops = str(how.blocks < layout.width // TILE).lower()
-    gate_up = f"{int(layout.gate)}, {int(layout.up)}, {how.unit}, {loops}, {how.units}, {how.of_pass}"
+    gate_up = f"{int(layout.gate)}, {int(layout.up)}, {how.unit}, {how.buffers}, {how.units}, {how.of_pass}"
     down = f"{int(layout.down)}, {how.down_unit}, {how.down_units}, {how.per_entry}, {how.at_once}, {how.copies}"
     return (
         f"gate_up_kernel<{gate_up}, {_resident(how.units, how.of_pass)}>",
