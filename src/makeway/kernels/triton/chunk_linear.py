@@ -109,7 +109,7 @@ def chunk_linear(x: Tensor, weight: Weight, *, out: Tensor, scratch: LinearScrat
         return
     raw, tile = _raw(weight), _tile(x, weight.n_rows)
     if weight.type == GGMLType.BF16:
-        _multiply(x, raw.view(torch.bfloat16), out, tile=tile, n_terms=1, term_rows=0)
+        dense(x, raw.view(torch.bfloat16), out, tile=tile, n_terms=1, term_rows=0)
         return
     n_terms = PLANES[weight.type].parts
     if n_terms * weight.n_rows * n_cols <= scratch.weights.numel():
@@ -123,7 +123,7 @@ def chunk_linear(x: Tensor, weight: Weight, *, out: Tensor, scratch: LinearScrat
         matrix = QuantMatrix(weight.type, n_rows, n_cols, inside=first * weight.raw.shape[1])
         _decode(raw, matrix, room, scratch=scratch, n_terms=n_terms, term_stride=run * n_cols)
         some = out[:, first : first + n_rows]
-        _multiply(x, room, some, tile=tile, n_terms=n_terms, term_rows=run)
+        dense(x, room, some, tile=tile, n_terms=n_terms, term_rows=run)
 
 
 def together(weights: Sequence[Weight], scratch: LinearScratch) -> list[list[int]]:
@@ -161,7 +161,7 @@ def chunk_linears(x: Tensor, weights: Sequence[Weight], *, out: Tensor, scratch:
     if decoded is None:
         decoded = scratch.take(n_values, weights)
         _decode_all(weights, decoded, scratch=scratch, n_rows=n_rows, n_terms=n_terms)
-    _multiply(x, decoded, out, tile=_tile(x, n_rows), n_terms=n_terms, term_rows=n_rows)
+    dense(x, decoded, out, tile=_tile(x, n_rows), n_terms=n_terms, term_rows=n_rows)
 
 
 def _decode_all(weights: Sequence[Weight], out: Tensor, *, scratch: LinearScratch, n_rows: int, n_terms: int) -> None:
@@ -215,7 +215,7 @@ def _tile(x: Tensor, n_rows: int) -> Tile:
     return tiles.narrow if n_rows <= NARROW or x.shape[0] <= FEW else tiles.linear
 
 
-def _multiply(x: Tensor, weights: Tensor, out: Tensor, *, tile: Tile, n_terms: int, term_rows: int) -> None:
+def dense(x: Tensor, weights: Tensor, out: Tensor, *, tile: Tile, n_terms: int, term_rows: int) -> None:
     """out = x times the sum of the terms, each bf16 [outputs, x's columns] and `term_rows` rows apart, transposed."""
     n, n_cols = x.shape
     n_rows = out.shape[1]
