@@ -25,6 +25,9 @@ def test_an_answer_is_interrupted_and_goes_on(handover):
     figures = {figure["name"]: figure for figure in document["figures"]}
     lends = handover == "always"
     assert ("refill beside decode" in figures) == lends
+    copies = figures["  its copies"]  # on a CPU those of steps too
+    assert copies["median"] > 0
+    assert copies["bound"] > 0
     assert any("nothing was lent" in remark for remark in document["remarks"]) != lends
     pause = figures["pause of an answer, prompt of 24 tokens"]
     assert pause["n"] == 2

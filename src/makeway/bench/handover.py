@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from makeway.bench.activity import COPY, Span
 from makeway.bench.decode import Run, bound_s, run_steps
 from makeway.bench.report import Figure, Report
 from makeway.bench.rig import Rig, Setup, opened
@@ -62,14 +63,19 @@ def bench_handover(
         for _ in range(n_handovers + 1):
             found.append(_interrupt(rig, n_tokens, context=context, steps=steps, first=first))
             context += found[-1].n_steps
+        with rig.recorder.on(rig.engine.device.torch_device):
+            _interrupt(rig, n_tokens, context=context, steps=steps, first=first)
+        spans = rig.recorder.spans()
         rig.cancel([answer])
         found = found[1:]  # in the first one kernels are compiled
         _put(rig, report, found)
+        _put_link(rig, report, spans)
         report.facts["handovers"] = [{"pause_s": i.pause_s, **asdict(i.handover)} for i in found]
 
 
 def _answer_tokens(n_handovers: int, *, steps: int, first: int) -> int:
-    return (n_handovers + 1) * (2 * steps + first + MOST_REFILL_STEPS + 2) + 1
+    """Of `n_handovers`, one to compile kernels and one with the recorder on."""
+    return (n_handovers + 2) * (2 * steps + first + MOST_REFILL_STEPS + 2) + 1
 
 
 def _interrupt(rig: Rig, n_tokens: int, *, context: int, steps: int, first: int) -> Interruption:
@@ -91,6 +97,19 @@ def _interrupt(rig: Rig, n_tokens: int, *, context: int, steps: int, first: int)
     later = run_steps(rig, steps, rows=1, context=context, parts=1)
     assert rig.swing.last is not None
     return Interruption(before, after, later, n_late, pause_s, rig.swing.last)
+
+
+def _put_link(rig: Rig, report: Report, spans: Sequence[Span]) -> None:
+    """The rate of the link from the restore's first copy to its last: what the steps between two looks hide from
+    `refill beside decode`. On a GPU misses of steps are not among these copies, but share the link."""
+    swept = max((span.end_s for span in spans if span.what == "experts"), default=0.0)
+    copies = [span for span in spans if span.what == COPY and span.begin_s >= swept]
+    if copies:
+        n_bytes = sum(span.n_bytes for span in copies)
+        seconds = max(span.end_s for span in copies) - min(span.begin_s for span in copies)
+        note = f"{n_bytes / 1e9:.4g} GB, from the first copy to the last, recorder on"
+        bound = rig.rates.link_bytes_per_s / 1e9
+        report.figures.append(Figure("  its copies", "GB/s", (n_bytes / 1e9 / seconds,), bound=bound, note=note))
 
 
 def _put(rig: Rig, report: Report, found: Sequence[Interruption]) -> None:

@@ -25,7 +25,7 @@ from makeway.memory.plan import Lending, MemoryPlan, PrefillLayout
 
 BATCH_BYTES = 256 << 20
 """Bytes of experts that are published together: about 5 ms of a fast link, 20 ms of a slow one."""
-AHEAD_S = 0.02
+AHEAD_S = 0.03
 """Seconds for which the link has work while experts come back: copies are asked for between two decode steps, and a
 step takes about so long. Not more, for the next prompt waits for what was asked for, and misses share the link."""
 
