@@ -165,7 +165,11 @@ def kernel_name(kinds: Sequence[GGMLType], how: Cut, *, prologue: int, n: int) -
     mask = sum(1 << int(kind) for kind in set(kinds))
     what = f"{mask}ull, {len(kinds)}, {how.unit}, {prologue}, {n}, {how.buffers}"
     split = f"{how.n_units}, {how.group_units}, {how.groups}"
-    return f"linears_kernel<{what}, {split}, {blocks_of(how.warps, sets=n_sets(n))}>"
+    is_small = (
+        2 * how.blocks * how.splits <= PROCESSORS
+    )  # then there is room for more registers, that is loads of floats
+    blocks = 1 if is_small else blocks_of(how.warps, sets=n_sets(n))
+    return f"linears_kernel<{what}, {split}, {blocks}>"
 
 
 class Linears:
