@@ -86,11 +86,11 @@ def bench_norms(bench: Bench, n: int) -> None:
     low = x.bfloat16()
     for block, warps in ((256, 2), (256, 4), (512, 2), (512, 4), (1024, 4), (1024, 8)):
         arguments = (up, parts, inject, x, low, inject.clone(), x.numel(), HIDDEN, STREAMS)
-        sizes = {"N_STREAMS": STREAMS, "PADDED_STREAMS": STREAMS, "BLOCK": block, "INJECT": True, "PARTS": 1}
+        sizes = {"N_STREAMS": STREAMS, "PADDED_STREAMS": STREAMS, "BLOCK": block, "INJECT": True, "WHOLE": False}
         grid = (n, triton.cdiv(HIDDEN, block))
-        run = partial(fused.mix_kernel[grid], *arguments, **sizes, num_warps=warps, **overlap(CUDA))
+        run = partial(fused.mix_kernel[grid], *arguments, **sizes, PARTS=1, num_warps=warps, **overlap(CUDA))
         mark = " *" if (block, warps) == (256, 2) else ""
-        bench.time(f"mix of streams: {block} w{warps}{mark}", run, n_bytes=2.0 * up.nbytes + x.nbytes + low.nbytes)
+        bench.time(f"mix of streams: {block} w{warps}{mark}", run, n_bytes=2.0 * up.nbytes + low.nbytes)
     value, gate = torch.randn((n, HEADS, HEAD_DIM), device=CUDA), torch.randn((n, HEADS * HEAD_DIM), device=CUDA)
     out = torch.empty_like(gate).bfloat16()
     for heads, warps in ((1, 1), (4, 1), (4, 4), (8, 2), (8, 4), (16, 4), (16, 8), (32, 8)):

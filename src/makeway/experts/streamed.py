@@ -89,6 +89,7 @@ class StreamedExperts:
             self._announce(layer, None if self._copies_all else uses.get() > 0)
         places = self._places.pop(layer)
         self._check(layer, places.slots)
+        self._stage()  # the link may have been idle until now: nothing comes before it
         self._pieces.place(places.where)
         for _ in range(places.n_pieces):
             self._stage()

@@ -18,8 +18,8 @@ def mix(
     ops: Ops, w: MixerWeights, h: Tensor, *, eps: float, added: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """h f32 [n, streams, hidden], to which `added` (inject, out) is added as `combine` does -> that h, the block's
-    input f32 [n, hidden] and the inject factors f32 [n, streams]. With `added` h itself may be what changes: use what is
-    returned."""
+    input [n, hidden] (f32; of a chunk on a GPU bf16) and the inject factors f32 [n, streams]. With `added` h itself may
+    be what changes: use what is returned."""
     return ops.hc_mix(h, w, eps=eps, added=added)
 
 

@@ -125,7 +125,8 @@ def others() -> Iterator[Case]:
     yield "PLE gate", fused.ple_gate_kernel, {"D": 2560, "PADDED": 4096, "num_warps": 8}, PARTS
     yield "streams combined", fused.combine_kernel, {"BLOCK": 1024, "num_warps": 4}, PARTS
     yield "silu", fused.silu_kernel, {"BLOCK": 512, "PARTS": 2, "num_warps": 4}, PARTS
-    sizes = {"N_STREAMS": 4, "PADDED_STREAMS": 4, "BLOCK": 256, "INJECT": True, "PARTS": 2, "num_warps": 2}
+    sizes = {"N_STREAMS": 4, "PADDED_STREAMS": 4, "BLOCK": 256, "INJECT": True, "WHOLE": True}
+    sizes |= {"PARTS": 2, "num_warps": 2}
     yield "streams mixed", fused.mix_kernel, sizes, PARTS
     yield "swiglu", fused.swiglu_kernel, {"BLOCK": 512, "PARTS": 2, "num_warps": 4}, PARTS
     for d in (2048, 2560):

@@ -293,10 +293,11 @@ def mix_kernel(
     PADDED_STREAMS: tl.constexpr,
     BLOCK: tl.constexpr,
     INJECT: tl.constexpr,
+    WHOLE: tl.constexpr,
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The mean over streams of sigmoid(up) * normed, f32 and parts; the inject factors."""
+    """The mean over streams of sigmoid(up) * normed, f32 where WHOLE, and parts; the inject factors."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -308,7 +309,8 @@ def mix_kernel(
         total += gate * tl.load(normed + at, mask=inside, other=0.0)
     total = total / N_STREAMS
     at = row * D + i
-    tl.store(x + at, total, mask=inside)
+    if WHOLE:
+        tl.store(x + at, total, mask=inside)
     store_parts(parts, at, part_stride, total, inside, PARTS)
     if INJECT:
         if tl.program_id(1) == 0:
@@ -321,10 +323,10 @@ def mixed(
     up: Tensor, normed: Tensor, raw_inject: Tensor | None, *, n_streams: int, n_parts: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The end of `hc_mix`: up and normed, each f32 or bf16 [n, streams * hidden] -> x f32 [n, hidden], its parts,
-    inject factors."""
+    inject factors. With one part x is that part, as of `stream_norm`."""
     n, hidden = up.shape[0], up.shape[1] // n_streams
-    x = torch.empty((n, hidden), dtype=torch.float32, device=up.device)
     parts = torch.empty((n_parts, n, hidden), dtype=torch.bfloat16, device=up.device)
+    x = parts[0] if n_parts == 1 else torch.empty((n, hidden), dtype=torch.float32, device=up.device)
     inject = None if raw_inject is None else torch.empty((n, n_streams), dtype=torch.float32, device=up.device)
     assert up.is_contiguous()
     assert normed.is_contiguous()
@@ -343,6 +345,7 @@ def mixed(
         PADDED_STREAMS=triton.next_power_of_2(n_streams),
         BLOCK=256,
         INJECT=inject is not None,
+        WHOLE=n_parts != 1,
         PARTS=n_parts,
         num_warps=2,
         **overlap(up.device),

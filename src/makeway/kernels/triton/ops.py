@@ -214,11 +214,11 @@ class TritonOps:
             self._known = (x, _moment(x), parts)
 
     def _parts_of(self, x: Tensor) -> Tensor:
-        """x f32 [n, n_cols] as matrices take it: bf16 [parts, n, n_cols]; made once for several matrices."""
+        """x f32 or bf16 [n, n_cols] as matrices take it: bf16 [parts, n, n_cols]; made once for several matrices."""
         known = self._known
         if known is None or known[0] is not x or known[1] != _moment(x):
             dense = x.contiguous()
-            self._remember(x, linear.split(dense) if x.shape[0] <= linear.MAX_ROWS else dense.bfloat16()[None])
+            self._remember(x, linear.split(dense.float()) if x.shape[0] <= linear.MAX_ROWS else dense.bfloat16()[None])
         assert self._known is not None
         return self._known[2]
 
