@@ -13,7 +13,7 @@ from typing import Any
 import triton.language as tl
 
 from makeway.gguf.types import GGMLType
-from makeway.kernels.triton import attend_chunk, chunk_conv, chunk_delta, chunk_linear, decode, gemm, sort
+from makeway.kernels.triton import attend_chunk, chunk_conv, chunk_delta, chunk_linear, decode, gemm, move, sort
 from makeway.kernels.triton.unpack import PLANES, planes_for
 from tests.kernels.triton.compile_kernels import compiled
 
@@ -103,6 +103,8 @@ def sort_cases() -> Iterator[Case]:
     yield Case("place", sort.place_kernel, types, {"TILE": sort.PLACE_TILE, "num_warps": 8})
     constants = {"TOP_K": 16, "COLUMNS": sort.COMBINE_COLUMNS, "num_warps": 4}
     yield Case("combine", sort.combine_kernel, types, constants)
+    constants = {"BLOCK": move.BLOCK_BYTES // 8, "num_warps": 8}
+    yield Case("move", move.move_kernel, {"memory": I64, "parts": I64}, constants)
 
 
 def attention_cases(tiles: gemm.Tiles) -> Iterator[Case]:

@@ -4,8 +4,6 @@ Owns nothing. Never waits, and never looks at what it moves. Hazard: parts move 
 may write.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 import triton
@@ -21,8 +19,8 @@ BLOCK_BYTES = 32 << 10
 
 
 @quick
-@triton.jit
-def move_kernel(memory: Any, parts: Any, n_parts: Any, BLOCK: tl.constexpr) -> None:
+@triton.jit(do_not_specialize=["n_parts"])
+def move_kernel(memory, parts, n_parts, BLOCK: tl.constexpr):
     """memory int64, two of them a unit; parts int64 [3, n_parts]: where to, where from and how many, in units. A
     program moves `BLOCK` int64 of a part."""
     part = tl.program_id(0)
