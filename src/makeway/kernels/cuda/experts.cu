@@ -15,14 +15,15 @@ DEVICE int chosen(u32 mask, int i) {
 // Rows of a pass into a warp's columns: of those that chose an entry, from the `first` on; `x` f32, `stride` apart.
 template <int UK>
 DEVICE void put_chosen(const Activations<UK>& activations, const float* x, int stride, u32 mask, int first, int lane) {
-    activations.put(lane, [&](int i) {
+    activations.template put<false>(lane, [&](int i) {
         const float* row = x + chosen(mask, first + i) * stride;
         return [row](int column, float* v) { load_four(row + column, v); };
     });
 }
 
 // Tiles of 16 rows of an entry's gate and up products, every n_blocks_x()-th, and SwiGLU. Grid: blocks x entries; a warp for
-// each unit of the columns. Without LOOPS (the buffers for sums, 1 or 2) a block has one tile. PASS: rows that are multiplied together, 1 or 2, of a step's n.
+// each unit of the columns. Without LOOPS (the buffers for sums, 1 or 2) a block has one tile. PASS: rows that are multiplied
+// together, 1 or 2, of a step's n.
 // It waits before it lets the next kernel start, so when that one starts, the plan has been made.
 template <int GATE, int UP, int UK, int LOOPS, int UNITS, int PASS, int BLOCKS>
 KERNEL(UNITS * 32, BLOCKS)

@@ -119,7 +119,7 @@ DEVICE void run_tiles(const Matrix& m, const S& split, const V& values, int tile
     if (works) weights.fetch(tile, lane);  // weights do not depend on the kernels before
     wait_for_previous();
     let_next_start();
-    if (works) activations.put(lane, [&](int i) { return values.row(i, unit * UK); });
+    if (works) activations.template put<(N > 2)>(lane, [&](int i) { return values.row(i, unit * UK); });
     Columns x[SETS];
     lane_view<KIND, UK, SETS>(x, activations, lane / 4, lane % 4);
 
