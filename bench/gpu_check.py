@@ -2,10 +2,11 @@
 
     python bench/gpu_check.py [--kernels reference|triton] [--models FILE ...]
 
-For each model: logits against the CPU reference; bits equal over slots, policies, lending and what was read before, for
-equal shapes; greedy tokens equal over the same and with drafts; hand-overs with every slot compared with the store;
-memory that torch reserved beside the arena, against the plan's reserve. A failed check is printed and counted; the exit
-status is 1 then. Hazard: chunk size may change rounding on a GPU, so all runs of a comparison have the same chunk.
+For each model: logits against the CPU reference and against an independent program's (tests/data/*.npz); bits equal
+over slots, policies, lending and what was read before, for equal shapes; greedy tokens equal over the same and with
+drafts; a prompt that resumes as a cold one; hand-overs with every slot compared with the store; memory that torch
+reserved beside the arena, against the plan's reserve. A failed check is printed and counted; the exit status is 1 then.
+Hazard: chunk size may change rounding on a GPU, so all runs of a comparison have the same chunk.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import sys
 import traceback
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from makeway import Engine, EngineConfig, SamplingParams
@@ -27,6 +29,7 @@ MODELS = (
     "src/makeway/data/demo.gguf",
 )
 VRAM = 4 << 30
+GOLDEN_MEDIAN, GOLDEN_SAME = 0.15, 0.95
 STATES = (
     {"slots": 0},
     {"slots": 2},
@@ -52,6 +55,24 @@ def greedy(engine: Engine, prompt: list[int], n: int) -> list[int]:
     """The first answer tokens."""
     events = engine.generate(prompt, SamplingParams(max_tokens=n, ignore_eos=True))
     return [e.token for e in events if e.token is not None]
+
+
+def against_golden(path: Path, kernels: str) -> dict[str, float]:
+    """Half precision's limits: the median over positions of the largest difference, and how often the best token is the
+    oracle's. A flipped expert moves a position by more than 1, so the maximum says nothing."""
+    model, kind = path.stem.split("-", 2)[:2], path.stem.split("-", 2)[2]
+    name = "-".join(model)
+    is_quantised = kind != "bf16"
+    with np.load(ROOT / "tests/data" / f"{name}{'-quant' if is_quantised else ''}.npz") as arrays:
+        expected = torch.from_numpy(arrays[f"{kind}/logits" if is_quantised else "logits"])
+        tokens = [int(t) for t in arrays["tokens"]]
+    with Engine.load(path, config(kernels, drafter="none", slots=2, handover="always")) as engine:
+        found = engine.logits(tokens).cpu()
+    median = float((found - expected).abs().amax(dim=1).median())
+    same = float((found.argmax(dim=1) == expected.argmax(dim=1)).float().mean())
+    assert median <= GOLDEN_MEDIAN, f"golden: the median difference is {median}"
+    assert same >= GOLDEN_SAME, f"golden: {same} of the best tokens are the oracle's"
+    return {"golden_median": median, "golden_same_best": same}
 
 
 def check(path: Path, kernels: str) -> dict[str, object]:
@@ -89,6 +110,7 @@ def check(path: Path, kernels: str) -> dict[str, object]:
     return {
         "model": path.name,
         "kernels": kernels,
+        **({} if path.stem == "demo" else against_golden(path, kernels)),
         "largest_difference_to_cpu": worst,
         "same_first_tokens_as_cpu": tokens[:12] == tokens_on_cpu,
         "spread": float(truth.std()),
