@@ -51,7 +51,10 @@ def _arrays(*values: ArrayLike) -> tuple[Ints, ...]:
 
 
 def _are_distinct(values: NDArray[np.integer]) -> bool:
-    """Without `np.unique`, which takes 50 us for a few values, and this runs in every step."""
+    """Of numbers that are not negative. Without `np.unique`, which takes 50 us for a few values, and this runs in every
+    step."""
+    if values.size > 64:
+        return int(np.bincount(values).max()) == 1
     return len(set(values.tolist())) == values.size
 
 

@@ -29,6 +29,9 @@ class Case:
     constants: dict[str, Any] = field(default_factory=dict)
 
 
+MOVE = Case("move", move.move_kernel, {"memory": I64, "parts": I64}, {"BLOCK": move.BLOCK_BYTES // 8, "num_warps": 8})
+
+
 def tile_constants(tile: gemm.Tile) -> dict[str, Any]:
     sizes = {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "EVEN": True, "DESCRIBED": tile.described}
     return {**sizes, "num_warps": tile.warps, "num_stages": tile.stages}
@@ -103,8 +106,7 @@ def sort_cases() -> Iterator[Case]:
     yield Case("place", sort.place_kernel, types, {"TILE": sort.PLACE_TILE, "num_warps": 8})
     constants = {"TOP_K": 16, "COLUMNS": sort.COMBINE_COLUMNS, "num_warps": 4}
     yield Case("combine", sort.combine_kernel, types, constants)
-    constants = {"BLOCK": move.BLOCK_BYTES // 8, "num_warps": 8}
-    yield Case("move", move.move_kernel, {"memory": I64, "parts": I64}, constants)
+    yield MOVE
 
 
 def attention_cases(tiles: gemm.Tiles) -> Iterator[Case]:
@@ -155,6 +157,7 @@ def cases(tiles: gemm.Tiles, *, every: bool) -> Iterator[Case]:
     if not every:
         yield decode_case(GGMLType.Q5_1, 640)
         yield next(delta_cases())
+        yield MOVE
         return
     yield from attention_cases(tiles)
     yield from delta_cases()
