@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 from makeway.gguf.types import BLOCK_SIZES, GGMLType, row_bytes
 from makeway.kernels import Weight
 from makeway.kernels.triton import experts as ex
-from makeway.kernels.triton import step_plan
+from makeway.kernels.triton import fetch, step_plan
 from makeway.kernels.triton.linear import Scratch, Tiling, as_parts, linear, tiling
 from makeway.quants import QUANT_TYPES
 
@@ -211,8 +211,8 @@ class Step:
             report=self.report,
         )
 
-    def fetch(self, programs: int = step_plan.FETCH_PROGRAMS) -> None:
-        source = step_plan.Source(self.layer.store, self.layer.arena, self.layer.layout.expert_bytes)
+    def fetch(self, programs: int = fetch.FETCH_PROGRAMS) -> None:
+        source = fetch.Source(self.layer.store, self.layer.arena, self.layer.layout.expert_bytes)
         step_plan.fetch_missing(self.buffers, source, programs=programs)
 
     def run(self, tilings: tuple[Tiling, Tiling] | None = None) -> None:

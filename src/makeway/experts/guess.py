@@ -9,8 +9,8 @@ The guess is what the next layer's router says of this layer's input: the residu
 next. Known from Eliseev and Mazur, Fast Inference of Mixture-of-Experts Language Models with Offloading, section 3.2.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from makeway.kernels import Weight
-from makeway.kernels.triton.guess import Guesses, guess_step
+from makeway.kernels.triton.fetch import Source
+from makeway.kernels.triton.guess import Guesses, fetch_guesses, guess_step
 from makeway.kernels.triton.small import route
-from makeway.kernels.triton.step_plan import Source, fetch_missing
 
 LEAST_RIGHT = 0.5  # share of a layer's guesses: a right one hides a copy, a wrong one delays another by as much
 MEMORY = 0.97  # weight that a step's guesses keep until the next
@@ -61,7 +61,7 @@ class Told:
 
 @dataclass(frozen=True)
 class _Open:
-    """Guesses that nobody has joined yet. `x` may not be overwritten meanwhile."""
+    """Guesses that no plan has taken yet. `x` may not be overwritten meanwhile."""
 
     x: Tensor
     guesses: Guesses
@@ -79,9 +79,7 @@ class Guesser:
         self._multiply = multiply
         self._lists = tuple(Guesses.empty(n, device) for _ in range(2))
         self._open: dict[int, _Open] = {}
-        self._asks = self._fetches = _Beside(None)
-        if device.type == "cuda":
-            self._asks, self._fetches = (_Beside(torch.cuda.Stream(device)) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._asks, self._fetches = _Beside(device), _Beside(device)
 
     def ask(
         self,
@@ -97,10 +95,12 @@ class Guesser:
     ) -> None:
         """Guess `layer`'s misses from x f32 [n, hidden], which the current stream has made. slots: where the layer's
         slot 0 lies in the arena, and how far the next one is."""
-        guesses = self._lists[layer % 2]
+        place = layer % 2
+        guesses = self._lists[place]
         self._open[layer] = _Open(x, guesses, source)
         self._asks.wait_for_current()
-        with self._asks.running():
+        self._asks.wait_for(self._fetches, place)  # the list's copies two layers back
+        with self._asks.running(place):
             ids, _ = route(self._multiply(x, router), top_k)
             guess_step(
                 guesses,
@@ -111,48 +111,69 @@ class Guesser:
                 limit=told.limit,
                 told=told.guessed,
                 slots=slots,
-                rooms=(self._rooms_at + layer % 2 * self._n * self._room_bytes, self._room_bytes),
+                rooms=(self._rooms_at + place * self._n * self._room_bytes, self._room_bytes),
                 live=live,
             )
-
-    def forget(self) -> None:
-        """Nobody will join what a pass that broke off has asked for."""
-        self._open.clear()
 
     def fetch(self, layer: int) -> None:
         """Fetch what was guessed, once the current stream has got here: its own misses go first."""
         opened = self._open[layer]
-        self._fetches.wait_for(self._asks)
+        self._fetches.wait_for(self._asks, layer % 2)
         self._fetches.wait_for_current()
-        with self._fetches.running():
-            fetch_missing(opened.guesses, opened.source)
+        with self._fetches.running(layer % 2):
+            fetch_guesses(opened.guesses, opened.source)
 
     def join(self, layer: int) -> Guesses | None:
-        """The current stream waits until `layer`'s guesses are there; None when nobody made any."""
+        """The current stream waits for the list of `layer`'s guesses, not for the copies; None when nobody made any."""
         opened = self._open.pop(layer, None)
         if opened is None:
             return None
-        self._fetches.join()
+        self._asks.let_current_wait(layer % 2)
         return opened.guesses
+
+    def end_pass(self) -> None:
+        """The current stream waits for all copies."""
+        for place in range(2):
+            self._fetches.let_current_wait(place)
+        self.forget()
+
+    def forget(self) -> None:
+        """Before a pass: nobody takes what one that broke off began, and a captured one waits for nothing outside."""
+        self._open.clear()
+        self._asks.forget()
+        self._fetches.forget()
 
 
 class _Beside:
-    """A stream beside the current one; without one everything runs in line."""
+    """A stream beside the current one, and what ran on it last for each of two places; without a GPU everything runs
+    in line."""
 
-    def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self._stream = stream
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._done: list[torch.cuda.Event | None] = [None, None]
 
-    def running(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+    @contextmanager
+    def running(self, place: int) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+        self._done[place] = self._stream.record_event()
 
     def wait_for_current(self) -> None:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
 
-    def wait_for(self, other: "_Beside") -> None:
-        if self._stream is not None and other._stream is not None:
-            self._stream.wait_stream(other._stream)
+    def wait_for(self, other: "_Beside", place: int) -> None:
+        done = other._done[place]
+        if self._stream is not None and done is not None:
+            self._stream.wait_event(done)
 
-    def join(self) -> None:
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+    def let_current_wait(self, place: int) -> None:
+        done = self._done[place]
+        if done is not None:
+            torch.cuda.current_stream().wait_event(done)
+
+    def forget(self) -> None:
+        self._done = [None, None]

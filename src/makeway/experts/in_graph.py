@@ -25,6 +25,7 @@ from makeway.kernels.cuda import experts as cuda
 from makeway.kernels.cuda.programs import Programs
 from makeway.kernels.triton import experts as kernels
 from makeway.kernels.triton import step_plan
+from makeway.kernels.triton.fetch import Source
 from makeway.kernels.triton.linear import Scratch
 from makeway.memory.facts import align_up
 from makeway.memory.workspace import Room
@@ -233,8 +234,10 @@ class DeviceExperts:
         layout = kernels.ExpertLayout(gate.type, up.type, down.type, gate.n_cols, gate.n_rows)
         if self._cuda is not None and cuda.can_run(layout):
             self._cuda.run(buffers, moe.x, self._arena, layout=layout, acc=moe.acc)
-            return
-        kernels.run_experts(buffers, moe.x, self._arena, layout=layout, acc=moe.acc, scratch=self._scratch)
+        else:
+            kernels.run_experts(buffers, moe.x, self._arena, layout=layout, acc=moe.acc, scratch=self._scratch)
+        if self._guesser is not None and next_router is None:
+            self._guesser.end_pass()
 
     def _ask(self, layer: int, x: Tensor, router: Weight, live: Tensor | None) -> None:
         assert self._guesser is not None
@@ -266,9 +269,9 @@ class DeviceExperts:
             transient_stride=plan.layers[layer].stride_bytes,
         )
 
-    def _source(self, layer: int) -> step_plan.Source:
+    def _source(self, layer: int) -> Source:
         stored = self._cache.store.layers[layer]
-        return step_plan.Source(stored.raw, self._arena, -(-stored.expert_bytes // 16) * 16)
+        return Source(stored.raw, self._arena, -(-stored.expert_bytes // 16) * 16)
 
     def last_pass_runs(self) -> None:
         """The step's last pass is on its way to the device: ask for its report behind it, and meanwhile decide about

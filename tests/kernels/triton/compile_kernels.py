@@ -23,9 +23,10 @@ from makeway.kernels.triton.experts import (
     gate_up_kernel,
     gate_up_tiling,
 )
+from makeway.kernels.triton.fetch import FETCH_PROGRAMS, FETCH_WORDS, POLLS, fetch_guesses_kernel, fetch_kernel
 from makeway.kernels.triton.guess import guess_kernel
 from makeway.kernels.triton.linear import linear_kernel, split_kernel, tiling
-from makeway.kernels.triton.step_plan import FETCH_WORDS, fetch_kernel, plan_kernel
+from makeway.kernels.triton.step_plan import plan_kernel
 from makeway.kernels.triton.unpack import PLANES, planes_for
 
 POINTERS = {
@@ -51,6 +52,7 @@ POINTERS = {
     "guesses_spare": "*i32",
     "limit": "*i32",
     "taken": "*i32",
+    "arrived": "*i32",
     "told": "*i32",
 }
 FLOATS = ("out", "parts", "acc_out", "outputs", "weights", "routing")
@@ -62,8 +64,8 @@ ANY_VALUE = ("n", "n_ids", "n_spares", "top_k")
 ACCESS = re.compile(r"\b(ld(?!\.param|\.shared)|st(?!\.param|\.shared)|atom|red(?!ux)|cp|prefetch\w*|discard)\.")
 """Of memory that other kernels know of, in PTX."""
 
-GUESS = {"GUESSES": 4, "HAS_LIVE": True, "num_warps": 4}
-PLAN = {"N": 8, "HAS_LIVE": True, "WORDS": FETCH_WORDS, "num_warps": 8}
+GUESS = {"GUESSES": 4, "PROGRAMS": FETCH_PROGRAMS, "HAS_LIVE": True, "num_warps": 4}
+PLAN = {"N": 8, "HAS_LIVE": True, "WORDS": FETCH_WORDS, "POLLS": POLLS, "num_warps": 8}
 
 
 def waits_first(ptx: str) -> bool:
@@ -153,7 +155,8 @@ def rows_case(kind: GGMLType, n_cols: int) -> tuple[str, Any, dict[str, Any], di
 def cases(every: bool) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, str]]]:
     """Name, kernel, constants, argument types. Small matrices unroll little, so that they compile quickly."""
     words = {"store": "*i32", "arena": "*i32"}
-    yield "fetch", fetch_kernel, {"WORDS": FETCH_WORDS, "num_warps": 8}, words
+    yield "fetch", fetch_kernel, {"WORDS": FETCH_WORDS, "POLLS": POLLS, "num_warps": 8}, words
+    yield "fetch guesses", fetch_guesses_kernel, {"GUESSES": 4, "WORDS": FETCH_WORDS, "num_warps": 8}, words
     alone = {**PLAN, "PADDED": 16, "SPARES": 4, "FETCH": True}
     yield "plan for 1 row", plan_kernel, {**alone, "GUESSES": 4}, words
     yield "guess for 1 row", guess_kernel, {**GUESS, "PADDED": 16}, {}

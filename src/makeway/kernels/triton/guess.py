@@ -13,23 +13,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from makeway.kernels.triton.fetch import FETCH_PROGRAMS, FETCH_WORDS, Source, fetch_guesses_kernel
 from makeway.kernels.triton.launch import begin, overlap
 
 
 @dataclass(frozen=True)
 class Guesses:
     """Up to G guesses of a layer, int32 but for offsets: experts [G] (-1: none), offsets int64 [G] (bytes from the
-    arena's start), missing [G] (1: to be fetched), spares [G] (the spare that it takes, -1: none)."""
+    arena's start), spares [G] (the spare that it takes, -1: none), arrived [G, FETCH_PROGRAMS] (1: that share is
+    there)."""
 
     experts: Tensor
     offsets: Tensor
-    missing: Tensor
     spares: Tensor
+    arrived: Tensor
 
     @staticmethod
     def empty(n: int, device: torch.device) -> "Guesses":
-        none = torch.full((3, n), -1, dtype=torch.int32, device=device)
-        return Guesses(none[0], torch.zeros(n, dtype=torch.int64, device=device), none[1], none[2])
+        none = torch.full((2, n), -1, dtype=torch.int32, device=device)
+        arrived = torch.zeros((n, FETCH_PROGRAMS), dtype=torch.int32, device=device)
+        return Guesses(none[0], torch.zeros(n, dtype=torch.int64, device=device), none[1], arrived)
 
     @property
     def n_entries(self) -> int:
@@ -47,8 +50,8 @@ def guess_kernel(
     limit,
     experts,
     offsets,
-    missing,
     taken,
+    arrived,
     told,
     n_ids,
     top_k,
@@ -59,6 +62,7 @@ def guess_kernel(
     room_stride,
     PADDED: tl.constexpr,
     GUESSES: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     HAS_LIVE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -83,14 +87,13 @@ def guess_kernel(
     slot = tl.load(spares + spare, mask=kept, other=0).to(tl.int64)
     at = tl.where(kept, slots_at + slot * slot_stride, rooms_at + place.to(tl.int64) * room_stride)
     g = tl.arange(0, GUESSES)
+    tl.store(arrived + tl.arange(0, GUESSES * PROGRAMS), tl.zeros([GUESSES * PROGRAMS], tl.int32))
     none = g >= tl.sum(takes.to(tl.int32), 0)
     tl.store(experts + g, -1, mask=none)
-    tl.store(missing + g, 0, mask=none)
     tl.store(taken + g, -1, mask=none)
     tl.store(told + g, -1, mask=none)
     tl.store(experts + place, mine, mask=takes)
     tl.store(offsets + place, at, mask=takes)
-    tl.store(missing + place, 1, mask=takes)
     tl.store(taken + place, tl.where(kept, spare, -1), mask=takes)
     tl.store(told + place, mine, mask=takes)
 
@@ -128,8 +131,8 @@ def guess_step(
         limit,
         guesses.experts,
         guesses.offsets,
-        guesses.missing,
         guesses.spares,
+        guesses.arrived,
         told,
         n * top_k,
         top_k,
@@ -138,7 +141,25 @@ def guess_step(
         *rooms,
         PADDED=max(16, triton.next_power_of_2(n * top_k)),
         GUESSES=guesses.n_entries,
+        PROGRAMS=FETCH_PROGRAMS,
         HAS_LIVE=live is not None,
         num_warps=4,
         **overlap(ids.device),
+    )
+
+
+def fetch_guesses(guesses: Guesses, source: Source) -> None:
+    """Copy what was guessed to where the list says."""
+    fetch_guesses_kernel[(FETCH_PROGRAMS,)](
+        source.store.view(torch.int32),
+        source.arena.view(torch.int32),
+        guesses.experts,
+        guesses.offsets,
+        guesses.arrived,
+        source.store.stride(0) // 4,
+        source.n_bytes // 4,
+        GUESSES=guesses.n_entries,
+        WORDS=FETCH_WORDS,
+        num_warps=8,
+        **overlap(guesses.experts.device),
     )

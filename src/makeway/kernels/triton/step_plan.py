@@ -18,13 +18,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from makeway.kernels.triton.fetch import (
+    FETCH_PROGRAMS,
+    FETCH_WORDS,
+    POLLS,
+    Source,
+    await_share,
+    copy_share,
+    fetch_kernel,
+)
 from makeway.kernels.triton.guess import Guesses
 from makeway.kernels.triton.launch import begin, overlap
 from makeway.kernels.triton.linear import MAX_ROWS
 
-FETCH_PROGRAMS = 16  # per expert
 ALONE_IDS = 32  # of which each program finds the plan for itself
-FETCH_WORDS = 4096  # of 32 bits, in one turn of a program of 256 threads: four loads of 16 bytes each
 
 
 @triton.jit
@@ -50,8 +57,8 @@ def find_entries(
     HAS_LIVE: tl.constexpr,
 ):
     """By place of `ids`: the expert (-1: none), whether the place is its first, the number of its entry, whether it is
-    to be fetched, whether it takes a spare and which, and where its bytes are or go. `n_taken`: spares that guesses
-    took."""
+    to be fetched (0 no, 1 yes, 2 + g it is guess number g), whether it takes a spare and which, and where its bytes are or
+    go. `n_taken`: spares that guesses took."""
     i = tl.arange(0, PADDED)
     mine = tl.load(ids + i, mask=i < n_ids, other=-1).to(tl.int32)
     if HAS_LIVE:
@@ -70,11 +77,13 @@ def find_entries(
     below = other < mine[None, :]
     entry = tl.sum((below & first[:, None]).to(tl.int32), 0)
     misses = first & (slot < 0)
+    missing = misses.to(tl.int32)
     if GUESSES > 0:
         g = tl.arange(0, GUESSES)
         match = (mine[:, None] == tl.load(guesses + g)[None, :]) & misses[:, None]
         guessed_at = tl.sum(tl.where(match, tl.load(guesses_at + g)[None, :], 0), 1)
         guessed = tl.sum(match.to(tl.int32), 1) > 0
+        missing = tl.where(guessed, 2 + tl.sum(tl.where(match, g[None, :], 0), 1), missing)
         misses = misses & (guessed == 0)
     hopes = misses & is_wanted
     spare = n_taken + tl.sum((below & hopes[:, None]).to(tl.int32), 0)
@@ -88,7 +97,7 @@ def find_entries(
     at = tl.where(passing, transient_at + place * transient_stride, at)
     if GUESSES > 0:
         at = tl.where(guessed, guessed_at, at)
-    return mine, first, entry, misses, kept, spare, at
+    return mine, first, entry, missing, kept, spare, at
 
 
 @triton.jit
@@ -96,7 +105,7 @@ def write_plan(
     mine,
     first,
     entry,
-    misses,
+    missed,
     kept,
     spare,
     at,
@@ -131,7 +140,7 @@ def write_plan(
     tl.store(experts + entry, mine, mask=first)
     tl.store(experts + i, -1, mask=(i >= n_entries) & (i < n_ids))
     tl.store(offsets + entry, at, mask=first)
-    tl.store(missing + entry, misses.to(tl.int32), mask=first)
+    tl.store(missing + entry, missed, mask=first)
     same = (mine[:, None] == mine[None, :]) & valid[:, None]
     rows = tl.sum(tl.where(same, 1 << row[:, None], 0), 0)  # an expert comes once in a row: no bit twice
     tl.store(chosen_by + entry, rows, mask=first)
@@ -147,17 +156,6 @@ def write_plan(
             g = tl.arange(0, GUESSES)
             taken = tl.load(guesses_spare + g)
             tl.store(fetched + taken, tl.load(guesses + g), mask=taken >= 0)
-
-
-@triton.jit
-def copy_expert(store, arena, expert, at, stride, n_words, WORDS: tl.constexpr):
-    """This program's turns of copying an expert from pinned host memory (i32 words) to byte `at` of the arena."""
-    source = store + expert.to(tl.int64) * stride
-    target = arena + tl.multiple_of(at, 16) // 4
-    i = tl.max_contiguous(tl.arange(0, WORDS), WORDS)
-    for turn in range(tl.program_id(0) * WORDS, n_words, tl.num_programs(0) * WORDS):
-        inside = turn + i < n_words
-        tl.store(target + turn + i, tl.load(source + turn + i, mask=inside), mask=inside)
 
 
 @triton.jit(do_not_specialize=["n_ids", "n_spares"])
@@ -180,6 +178,7 @@ def plan_kernel(
     guesses,
     guesses_at,
     guesses_spare,
+    arrived,
     store,
     arena,
     n_ids,
@@ -198,6 +197,7 @@ def plan_kernel(
     HAS_LIVE: tl.constexpr,
     FETCH: tl.constexpr,
     WORDS: tl.constexpr,
+    POLLS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Entries of a step, where their bytes are or go, which rows chose them, and the report: by the first program.
@@ -206,7 +206,7 @@ def plan_kernel(
     n_taken = 0
     if GUESSES > 0:
         n_taken = tl.sum((tl.load(guesses_spare + tl.arange(0, GUESSES)) >= 0).to(tl.int32), 0)
-    mine, first, entry, misses, kept, spare, at = find_entries(
+    mine, first, entry, missed, kept, spare, at = find_entries(
         ids,
         live,
         slot_of,
@@ -232,7 +232,7 @@ def plan_kernel(
             mine,
             first,
             entry,
-            misses,
+            missed,
             kept,
             spare,
             at,
@@ -258,23 +258,16 @@ def plan_kernel(
             N,
         )
     if FETCH:
-        here = misses & (entry == tl.program_id(1))
-        if tl.sum(here.to(tl.int32), 0) > 0:
-            expert = tl.sum(tl.where(here, mine, 0), 0)
-            copy_expert(store, arena, expert, tl.sum(tl.where(here, at, 0), 0), stride, n_words, WORDS)
-
-
-@triton.jit
-def fetch_kernel(store, arena, experts, offsets, missing, stride, n_words, WORDS: tl.constexpr, PDL: tl.constexpr):
-    """Copy the plan's missing entries to where it puts them."""
-    begin(PDL)
-    entry = tl.program_id(1)
-    expert = tl.load(experts + entry)
-    if expert < 0:
-        return
-    if tl.load(missing + entry) == 0:
-        return
-    copy_expert(store, arena, expert, tl.load(offsets + entry), stride, n_words, WORDS)
+        here = first & (entry == tl.program_id(1))
+        how = tl.sum(tl.where(here, missed, 0), 0)
+        expert = tl.sum(tl.where(here, mine, 0), 0)
+        place = tl.sum(tl.where(here, at, 0), 0)
+        if how == 1:
+            copy_share(store, arena, expert, place, stride, n_words, WORDS)
+        if GUESSES > 0:
+            if how > 1:
+                flag = arrived + (how - 2) * tl.num_programs(0) + tl.program_id(0)
+                await_share(flag, store, arena, expert, place, stride, n_words, WORDS, POLLS)
 
 
 @dataclass(frozen=True)
@@ -337,24 +330,6 @@ class Report:
     fetched: Tensor
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where a layer's experts are fetched from, n_bytes each, and the memory they are fetched into.
-
-    store u8 [n_experts, stride], pinned host memory that the device reads directly; arena u8. Sizes are multiples of
-    16.
-    """
-
-    store: Tensor
-    arena: Tensor
-    n_bytes: int
-
-    def __post_init__(self) -> None:
-        assert self.n_bytes % 16 == 0
-        assert self.store.stride(0) % 16 == 0
-        assert self.store.stride(1) == 1
-
-
 def plan_step(
     buffers: StepBuffers,
     ids: Tensor,
@@ -370,8 +345,8 @@ def plan_step(
     guesses: Guesses | None = None,
 ) -> None:
     """Entries of a layer's step into `buffers`, what the host wants to know into `report`; with `source` the missing
-    ones are fetched in the same launch. `guesses`: on another stream, which this one waits for; those that are needed
-    are where they say, and not missing.
+    ones are fetched in the same launch. `guesses`: a list that is complete, and whose experts are on their way; those
+    that are needed are where it says, or will be (`buffers.missing`).
 
     ids int [n, top_k] (-1: none), routing f32 [n, top_k], slot_of int32 [n_experts] (-1: not in a slot), wanted uint8
     [n_experts], spares int32 [n_spares]: slot numbers; live int32 [n], below 0 where a row is padding and routes
@@ -407,6 +382,7 @@ def plan_step(
         ids if guesses is None else guesses.experts,
         ids if guesses is None else guesses.offsets,
         ids if guesses is None else guesses.spares,
+        ids if guesses is None else guesses.arrived,
         buffers.experts if source is None else source.store.view(torch.int32),
         buffers.experts if source is None else source.arena.view(torch.int32),
         ids.numel(),
@@ -425,32 +401,40 @@ def plan_step(
         HAS_LIVE=live is not None,
         FETCH=source is not None,
         WORDS=FETCH_WORDS,
+        POLLS=POLLS,
         num_warps=8,
         **launch,
     )
 
 
-def fetch_missing(buffers: StepBuffers | Guesses, source: Source, *, programs: int = FETCH_PROGRAMS) -> None:
-    """Copy the missing experts of a plan, or of guesses, into their rooms."""
+def fetch_missing(
+    buffers: StepBuffers, source: Source, *, guesses: Guesses | None = None, programs: int = FETCH_PROGRAMS
+) -> None:
+    """Copy the plan's missing experts into their rooms, or wait for those that were guessed."""
+    assert guesses is None or programs == FETCH_PROGRAMS
     fetch_kernel[(programs, buffers.n_entries)](
         source.store.view(torch.int32),
         source.arena.view(torch.int32),
         buffers.experts,
         buffers.offsets,
         buffers.missing,
+        buffers.missing if guesses is None else guesses.arrived,
         source.store.stride(0) // 4,
         source.n_bytes // 4,
         WORDS=FETCH_WORDS,
+        POLLS=POLLS,
         num_warps=8,
         **overlap(buffers.experts.device),
     )
 
 
-def plan_and_fetch(buffers: StepBuffers, ids: Tensor, *, source: Source, **plan: Any) -> None:
+def plan_and_fetch(
+    buffers: StepBuffers, ids: Tensor, *, source: Source, guesses: Guesses | None = None, **plan: Any
+) -> None:
     """`plan_step`, then `fetch_missing`: one launch when there are so few ids that every program finds the plan for
     itself sooner than another launch begins."""
     if ids.numel() <= ALONE_IDS:
-        plan_step(buffers, ids, source=source, **plan)
+        plan_step(buffers, ids, source=source, guesses=guesses, **plan)
     else:
-        plan_step(buffers, ids, **plan)
-        fetch_missing(buffers, source)
+        plan_step(buffers, ids, guesses=guesses, **plan)
+        fetch_missing(buffers, source, guesses=guesses)

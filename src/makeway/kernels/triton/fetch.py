@@ -1,0 +1,114 @@
+"""Copies of experts from pinned host memory into the arena, by kernels: misses, and guesses that misses may wait for.
+
+Owns no memory. Never decides what is fetched (`step_plan.py`, `guess.py`).
+Hazard: nothing promises that a guess's copy runs while somebody waits for it. Whoever waits does so program by
+program, for the share that the same program of the copy brings, and after a while copies that share itself: the same
+bytes to the same place.
+"""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from makeway.kernels.triton.launch import begin
+
+FETCH_PROGRAMS = 16  # per expert
+FETCH_WORDS = 4096  # of 32 bits, in one turn of a program of 256 threads: four loads of 16 bytes each
+POLLS = 1000  # of about a microsecond; a share arrives within 100 unless its copy does not run
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a layer's experts are fetched from, n_bytes each, and the memory they are fetched into.
+
+    store u8 [n_experts, stride], pinned host memory that the device reads directly; arena u8. Sizes are multiples of
+    16.
+    """
+
+    store: Tensor
+    arena: Tensor
+    n_bytes: int
+
+    def __post_init__(self) -> None:
+        assert self.n_bytes % 16 == 0
+        assert self.store.stride(0) % 16 == 0
+        assert self.store.stride(1) == 1
+
+
+@triton.jit
+def copy_share(store, arena, expert, at, stride, n_words, WORDS: tl.constexpr):
+    """This program's turns of copying an expert from pinned host memory (i32 words) to byte `at` of the arena."""
+    source = store + expert.to(tl.int64) * stride
+    target = arena + tl.multiple_of(at // 4, 4)  # else stores are of four bytes each
+    i = tl.max_contiguous(tl.arange(0, WORDS), WORDS)
+    for turn in range(tl.program_id(0) * WORDS, n_words, tl.num_programs(0) * WORDS):
+        inside = turn + i < n_words
+        tl.store(target + turn + i, tl.load(source + turn + i, mask=inside), mask=inside)
+
+
+@triton.jit
+def await_share(arrived, store, arena, expert, at, stride, n_words, WORDS: tl.constexpr, POLLS: tl.constexpr):
+    """Until the share of a guess that this program would copy has arrived; copies it after POLLS looks in vain."""
+    polls = 0
+    here = tl.atomic_add(arrived, 0, sem="acquire")
+    while (here == 0) & (polls < POLLS):
+        here = tl.atomic_add(arrived, 0, sem="acquire")
+        polls += 1
+    if here == 0:
+        copy_share(store, arena, expert, at, stride, n_words, WORDS)
+
+
+@triton.jit
+def fetch_kernel(
+    store,
+    arena,
+    experts,
+    offsets,
+    missing,
+    arrived,
+    stride,
+    n_words,
+    WORDS: tl.constexpr,
+    POLLS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Copy the plan's missing entries to where it puts them. missing: 0 no, 1 yes, 2 + g it is guess number g."""
+    begin(PDL)
+    entry = tl.program_id(1)
+    expert = tl.load(experts + entry)
+    if expert < 0:
+        return
+    how = tl.load(missing + entry)
+    if how == 0:
+        return
+    at = tl.load(offsets + entry)
+    if how == 1:
+        copy_share(store, arena, expert, at, stride, n_words, WORDS)
+    else:
+        flag = arrived + (how - 2) * tl.num_programs(0) + tl.program_id(0)
+        await_share(flag, store, arena, expert, at, stride, n_words, WORDS, POLLS)
+
+
+@triton.jit
+def fetch_guesses_kernel(
+    store,
+    arena,
+    experts,
+    offsets,
+    arrived,
+    stride,
+    n_words,
+    GUESSES: tl.constexpr,
+    WORDS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Copy the guesses, likeliest first, and tell of each program's share when it is there."""
+    begin(PDL)
+    for g in range(GUESSES):
+        expert = tl.load(experts + g)
+        if expert >= 0:
+            copy_share(store, arena, expert, tl.load(offsets + g), stride, n_words, WORDS)
+            tl.debug_barrier()  # all threads' stores come before what one of them releases
+            tl.atomic_xchg(arrived + g * tl.num_programs(0) + tl.program_id(0), 1, sem="release")
