@@ -113,17 +113,15 @@ class StepTables:
     def _count(self, routed: NDArray[np.int64], guessed: NDArray[np.int32]) -> None:
         """Hits and misses of ids [layers, any], each expert once a layer, by the table that the step was told; and
         guesses [layers, any], of which those that were not needed crossed the link besides."""
-        counters, table = self.cache.counters, self.cache.table
-        layers, places = np.nonzero(routed >= 0)
-        is_used = np.zeros(table.n_layers * table.n_experts, dtype=np.bool_)
-        is_used[layers * table.n_experts + routed[layers, places]] = True
-        used = np.flatnonzero(is_used)
-        is_hit = self._slot_of.reshape(-1)[used] != NONE
-        layers = used // table.n_experts
-        hits = np.bincount(layers[is_hit], minlength=table.n_layers)
-        misses = np.bincount(layers[~is_hit], minlength=table.n_layers)
+        counters = self.cache.counters
+        ids = np.sort(routed, axis=1)
+        is_used = ids >= 0
+        is_used[:, 1:] &= ids[:, 1:] != ids[:, :-1]
+        slots = np.take_along_axis(self._slot_of, np.maximum(ids, 0), axis=1)
+        hits = (is_used & (slots != NONE)).sum(axis=1)
+        misses = is_used.sum(axis=1) - hits
         made = guessed >= 0
-        right = made & is_used.reshape(table.n_layers, -1)[np.arange(table.n_layers)[:, None], guessed]
+        right = made & (guessed[:, :, None] == ids[:, None, :]).any(axis=2)
         n_made, n_right = made.sum(axis=1), right.sum(axis=1)
         self._limits.observe(n_made, n_right)
         counters.guesses += int(n_made.sum())

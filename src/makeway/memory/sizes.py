@@ -114,7 +114,7 @@ class SweepShape:
 
 
 LADDER = (
-    SweepShape(2048, 64, 3),
+    SweepShape(2048, 64, 5),
     SweepShape(1024, 32, 3),
     SweepShape(512, 16, 3),
     SweepShape(256, 8, 3),
