@@ -90,7 +90,8 @@ def launches(layout: ExpertLayout, *, n: int, top_k: int, max_shared: int = MAX_
     units = layout.hidden // unit
     tiles = layout.width // TILE
     resident = _resident(units, of_pass)
-    blocks = max(1, min(tiles, PROCESSORS * resident // (n * top_k)))
+    turns = -(-tiles // max(1, PROCESSORS * resident // (n * top_k)))
+    blocks = -(-tiles // turns)  # all with as many tiles, or one less
     of_warp = activation_bytes(unit, of_pass) + 2 * SUMS + copy_bytes(layout.gate, unit) + copy_bytes(layout.up, unit)
     has_room = resident * (units * (of_warp + 2 * SUMS) + 1024) <= MAX_SHARED_HOPPER
     buffers = 0 if blocks == tiles else 2 if has_room else 1

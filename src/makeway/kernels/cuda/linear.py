@@ -83,17 +83,23 @@ def has_kernel(kind: GGMLType, n_cols: int) -> bool:
 @dataclass(frozen=True)
 class Cut:
     """How a launch is cut: columns into units (a warp each), units into groups, groups among `splits` blocks; tiles of
-    16 rows among `blocks`, each of which has up to `turns` of them; with several, sums have one or two `buffers`."""
+    16 rows among blocks, so many for each matrix, each of which has up to `turns` of them; with several, sums have one
+    or two `buffers`."""
 
     unit: int
     n_units: int
     group_units: int
     groups: int
     splits: int
-    blocks: int
+    of_matrix: tuple[int, ...]
     turns: int
     buffers: int
     shared_bytes: int
+
+    @property
+    def blocks(self) -> int:
+        """Of all matrices."""
+        return sum(self.of_matrix)
 
     @property
     def warps(self) -> int:
@@ -126,9 +132,12 @@ def cut(kinds: Sequence[GGMLType], n_cols: int, *, rows: Sequence[int], n: int, 
     turns = _turns(tiles, n=n, warps=warps, splits=splits)
     more = n_sets(n) * SUMS if turns > 1 else 0
     buffers = 0 if turns == 1 else 2 if warps * (of_warp + more) <= max_shared else 1
-    blocks = sum(-(-r // (TILE * turns)) for r in rows)
+    # A tile of floats takes several times as long as one of codes: beside codes each has a block of its own.
+    is_mixed = {kind in FLOAT_KINDS for kind in kinds} == {True, False}
+    by_kind = [1 if is_mixed and kind in FLOAT_KINDS else turns for kind in kinds]
+    of_matrix = tuple(-(-r // (TILE * t)) for r, t in zip(rows, by_kind, strict=True))
     shared_bytes = warps * (of_warp + (more if buffers == 2 else 0))
-    return Cut(unit, n_units, group_units, groups, splits, blocks, turns, buffers, shared_bytes)
+    return Cut(unit, n_units, group_units, groups, splits, of_matrix, turns, buffers, shared_bytes)
 
 
 def _group_units(n_units: int, most: int) -> int:
@@ -232,7 +241,7 @@ class Linears:
             assert tiles * how.n_groups * TILE * MAX_ROWS <= self._parts.numel()
             assert tiles <= self._counters.numel()
         missing = TOGETHER - len(weights)
-        ends = list(accumulate(-(-r // (TILE * how.turns)) for r in rows)) + [how.blocks] * missing
+        ends = list(accumulate(how.of_matrix)) + [how.blocks] * missing
         kernel = self._programs.kernel(SOURCE, kernel_name(kinds, how, prologue=prologue, n=n), PARAMETERS)
         kernel.launch(
             (how.blocks, how.splits, 1),
