@@ -42,9 +42,9 @@ flash48=(--shape flash-next --layers 48 --ple-rows 0 --vram 24GiB --context 2621
 flash24=(--shape flash-next --layers 24 --ple-rows 0 --skew 0.4 --locality 0)
 a30b=(--shape qwen3-30b-a3b --skew 0.4 --locality 0)
 bf16=(--shape qwen3-30b-a3b-bf16)
-flash24_slots=(--vram 24GiB --slots 131) flash24_budget=(--vram 13795MiB)
-a30b_slots=(--vram 24GiB --slots 81) a30b_budget=(--vram 16401MiB)
-bf16_slots=(--vram 24GiB --slots 81) bf16_budget=(--vram 15879MiB)
+flash24_slots=(--vram 24GiB --slots 131) flash24_budget=(--vram 14191MiB)
+a30b_slots=(--vram 24GiB --slots 81) a30b_budget=(--vram 16671MiB)
+bf16_slots=(--vram 24GiB --slots 81) bf16_budget=(--vram 16269MiB)
 
 # limit in seconds, then Python's arguments (-m or a file) or those of `makeway bench`; empty for a step that does not exist
 arguments() {

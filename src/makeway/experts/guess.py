@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from makeway.kernels import Weight
-from makeway.kernels.triton.fetch import Source
-from makeway.kernels.triton.guess import Guesses, fetch_guesses, guess_step
+from makeway.kernels.triton.fetch import Source, fetch_guesses
+from makeway.kernels.triton.guess import Guesses, guess_step
 from makeway.kernels.triton.small import route
 
 LEAST_RIGHT = 0.5  # share of a layer's guesses: a right one hides a copy, a wrong one delays another by as much
@@ -121,7 +121,8 @@ class Guesser:
         self._fetches.wait_for(self._asks, layer % 2)
         self._fetches.wait_for_current()
         with self._fetches.running(layer % 2):
-            fetch_guesses(opened.guesses, opened.source)
+            guesses = opened.guesses
+            fetch_guesses(opened.source, guesses.experts, guesses.offsets, arrived=guesses.arrived)
 
     def join(self, layer: int) -> Guesses | None:
         """The current stream waits for the list of `layer`'s guesses, not for the copies; None when nobody made any."""

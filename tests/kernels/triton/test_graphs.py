@@ -1,6 +1,8 @@
 """Captured passes on Triton's interpreter (which captures nothing, but runs what a graph would hold), against models
 run by hand on the reference."""
 
+from unittest.mock import MagicMock
+
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ from tests.models.runner import Runner
 
 pytest.importorskip("triton")
 from makeway.engine.backend import TritonBackend
-from makeway.engine.graphs import StepGraphs, _Inputs
+from makeway.engine.graphs import StepGraphs, _Captured, _Inputs
 
 TOKENS = [7, 3, 11, 5, 2, 9]
 
@@ -124,3 +126,21 @@ def test_late_tokens_are_read_in_pieces():
         ([("b", [7])], [-1]),
     ]
     assert list(pieces_of([], 2)) == []
+
+
+def test_a_captured_pass_is_replayed_whatever_it_returns(monkeypatch):
+    """The pass in which the MTP block only remembers returns nothing."""
+    for name in ("Stream", "stream", "current_stream", "synchronize", "CUDAGraph", "graph"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    for value in (None, 3):
+        calls = []
+
+        def compute(value=value, calls=calls):
+            calls.append(value)
+            return value
+
+        captured = _Captured(compute, torch.device("cuda"), programs=None)
+        n_calls = len(calls)
+        assert n_calls == 3, "compiled, run, captured"
+        assert captured.run(compute) is value
+        assert len(calls) == n_calls

@@ -1,8 +1,10 @@
+import numpy as np
 import pytest
 import torch
 
-from makeway.kernels.triton.fetch import FETCH_PROGRAMS, Source
-from makeway.kernels.triton.guess import Guesses, fetch_guesses, guess_step
+from makeway.experts.guess import TRY_EVERY, Limits
+from makeway.kernels.triton.fetch import FETCH_PROGRAMS, Source, fetch_guesses
+from makeway.kernels.triton.guess import Guesses, guess_step
 from makeway.kernels.triton.step_plan import Report, Rooms, StepBuffers, plan_and_fetch, plan_step
 
 STRIDE = 1 << 12
@@ -111,7 +113,7 @@ def test_a_guess_is_waited_for_or_copied_after_all(n_rows, device):
     arena = torch.zeros(64 * STRIDE, dtype=torch.uint8)
     source = Source(store, arena, STRIDE)
     guesses = guess([[0, 6, 5, 2]], device, limit=4)
-    fetch_guesses(guesses, source)
+    fetch_guesses(source, guesses.experts, guesses.offsets, arrived=guesses.arrived)
     assert guesses.arrived.tolist() == [[1] * FETCH_PROGRAMS] * 4
     rooms = [arena[GUESSED + g * STRIDE :][:STRIDE] for g in range(4)]
     for room, expert in zip(rooms, [0, 6, 5, 2], strict=True):
@@ -139,3 +141,22 @@ def test_a_guess_is_waited_for_or_copied_after_all(n_rows, device):
     assert not rooms[2].any(), "expert 5 has arrived"
     assert torch.equal(arena[TRANSIENT:][:STRIDE], store[1])
     assert torch.equal(arena[TRANSIENT + STRIDE :][:STRIDE], store[3])
+
+
+def test_a_layer_that_is_mostly_wrong_stops_and_tries_again():
+    values = np.zeros(2, dtype=np.int32)
+    limits = Limits(values, 4)
+    assert values.tolist() == [4, 4]
+    made = np.array([4, 4])
+    for _ in range(3):
+        limits.observe(made, np.array([3, 1]))
+    assert values.tolist() == [4, 0]
+    seen = []
+    for _ in range(2 * TRY_EVERY):
+        limits.observe(np.where(values > 0, made, 0), np.array([0, 0]))
+        seen.append(values[1])
+    assert sum(v > 0 for v in seen) == 2, "one step in so many"
+    assert values[0] == 0 or limits.limits is values
+    for _ in range(200):
+        limits.observe(np.where(values > 0, made, 0), np.where(values > 0, made, 0))
+    assert values.tolist() == [4, 4], "right again, so guessing pays again"

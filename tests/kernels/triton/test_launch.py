@@ -24,6 +24,7 @@ MODULES = sorted((ROOT / "src" / "makeway" / "kernels" / "triton").glob("*.py"))
 def test_kernels_overlap_from_hopper_on(kind, capability, can, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert overlap.__wrapped__(torch.device(kind)) == {"PDL": can, "launch_pdl": can}
+    assert overlap.__wrapped__(torch.device(kind), joins=True) == {"PDL": can, "launch_pdl": False}
 
 
 def _takes_pdl(function):

@@ -8,11 +8,12 @@ bytes to the same place.
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from makeway.kernels.triton.launch import begin
+from makeway.kernels.triton.launch import begin, overlap
 
 FETCH_PROGRAMS = 16  # per expert
 FETCH_WORDS = 4096  # of 32 bits, in one turn of a program of 256 threads: four loads of 16 bytes each
@@ -112,3 +113,49 @@ def fetch_guesses_kernel(
             copy_share(store, arena, expert, tl.load(offsets + g), stride, n_words, WORDS)
             tl.debug_barrier()  # all threads' stores come before what one of them releases
             tl.atomic_xchg(arrived + g * tl.num_programs(0) + tl.program_id(0), 1, sem="release")
+
+
+def fetch(
+    source: Source,
+    experts: Tensor,
+    offsets: Tensor,
+    *,
+    missing: Tensor,
+    arrived: Tensor | None = None,
+    programs: int = FETCH_PROGRAMS,
+) -> None:
+    """Copy the missing ones of experts int32 [E] (-1: none) to offsets int64 [E] of the arena, in bytes. missing int32
+    [E]: 0 it is there, 1 it is not, 2 + g guess number g brings it, which arrived int32 [G, programs] tells of."""
+    assert arrived is None or arrived.shape[1] == programs
+    fetch_kernel[(programs, experts.numel())](
+        source.store.view(torch.int32),
+        source.arena.view(torch.int32),
+        experts,
+        offsets,
+        missing,
+        missing if arrived is None else arrived,
+        source.store.stride(0) // 4,
+        source.n_bytes // 4,
+        WORDS=FETCH_WORDS,
+        POLLS=POLLS,
+        num_warps=8,
+        **overlap(experts.device),
+    )
+
+
+def fetch_guesses(source: Source, experts: Tensor, offsets: Tensor, *, arrived: Tensor) -> None:
+    """Copy experts int32 [G] (-1: none), one after the other, to offsets int64 [G] of the arena, in bytes; arrived
+    int32 [G, FETCH_PROGRAMS] becomes 1 for each share that is there."""
+    fetch_guesses_kernel[(FETCH_PROGRAMS,)](
+        source.store.view(torch.int32),
+        source.arena.view(torch.int32),
+        experts,
+        offsets,
+        arrived,
+        source.store.stride(0) // 4,
+        source.n_bytes // 4,
+        GUESSES=experts.numel(),
+        WORDS=FETCH_WORDS,
+        num_warps=8,
+        **overlap(experts.device),
+    )

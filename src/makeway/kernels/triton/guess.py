@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from makeway.kernels.triton.fetch import FETCH_PROGRAMS, FETCH_WORDS, Source, fetch_guesses_kernel
+from makeway.kernels.triton.fetch import FETCH_PROGRAMS
 from makeway.kernels.triton.launch import begin, overlap
 
 
@@ -145,21 +145,4 @@ def guess_step(
         HAS_LIVE=live is not None,
         num_warps=4,
         **overlap(ids.device),
-    )
-
-
-def fetch_guesses(guesses: Guesses, source: Source) -> None:
-    """Copy what was guessed to where the list says."""
-    fetch_guesses_kernel[(FETCH_PROGRAMS,)](
-        source.store.view(torch.int32),
-        source.arena.view(torch.int32),
-        guesses.experts,
-        guesses.offsets,
-        guesses.arrived,
-        source.store.stride(0) // 4,
-        source.n_bytes // 4,
-        GUESSES=guesses.n_entries,
-        WORDS=FETCH_WORDS,
-        num_warps=8,
-        **overlap(guesses.experts.device),
     )

@@ -23,8 +23,9 @@ def begin(PDL: tl.constexpr):
 
 
 @cache
-def overlap(device: torch.device) -> dict[str, bool]:
+def overlap(device: torch.device, *, joins: bool = False) -> dict[str, bool]:
     """Keyword arguments of a launch of a kernel that calls `begin(PDL)`: whether it may start early on this device,
-    which takes compute capability 9.0 (PTX ISA, "griddepcontrol")."""
+    which takes compute capability 9.0 (PTX ISA, "griddepcontrol"). `joins`: it waits for another stream too, and so
+    starts when both have ended."""
     can = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"PDL": can, "launch_pdl": can}
+    return {"PDL": can, "launch_pdl": can and not joins}

@@ -25,7 +25,7 @@ from makeway.kernels.triton.fetch import (
     Source,
     await_share,
     copy_share,
-    fetch_kernel,
+    fetch,
 )
 from makeway.kernels.triton.guess import Guesses
 from makeway.kernels.triton.launch import begin, overlap
@@ -57,8 +57,8 @@ def find_entries(
     HAS_LIVE: tl.constexpr,
 ):
     """By place of `ids`: the expert (-1: none), whether the place is its first, the number of its entry, whether it is
-    to be fetched (0 no, 1 yes, 2 + g it is guess number g), whether it takes a spare and which, and where its bytes are or
-    go. `n_taken`: spares that guesses took."""
+    to be fetched (0 no, 1 yes, 2 + g it is guess number g), whether it takes a spare and which, and where its bytes are
+    or go. `n_taken`: spares that guesses took."""
     i = tl.arange(0, PADDED)
     mine = tl.load(ids + i, mask=i < n_ids, other=-1).to(tl.int32)
     if HAS_LIVE:
@@ -360,9 +360,6 @@ def plan_step(
     assert report.routed.shape[1] == buffers.top_k
     n_spares = spares.numel()
     assert report.fetched.numel() == n_spares
-    launch = overlap(ids.device)
-    if guesses is not None:  # what waits for two streams starts when both have ended
-        launch = launch | {"launch_pdl": False}
     plan_kernel[(1, 1) if source is None else (FETCH_PROGRAMS, buffers.n_entries)](
         ids,
         ids if live is None else live,
@@ -403,7 +400,7 @@ def plan_step(
         WORDS=FETCH_WORDS,
         POLLS=POLLS,
         num_warps=8,
-        **launch,
+        **overlap(ids.device, joins=guesses is not None),
     )
 
 
@@ -411,21 +408,8 @@ def fetch_missing(
     buffers: StepBuffers, source: Source, *, guesses: Guesses | None = None, programs: int = FETCH_PROGRAMS
 ) -> None:
     """Copy the plan's missing experts into their rooms, or wait for those that were guessed."""
-    assert guesses is None or programs == FETCH_PROGRAMS
-    fetch_kernel[(programs, buffers.n_entries)](
-        source.store.view(torch.int32),
-        source.arena.view(torch.int32),
-        buffers.experts,
-        buffers.offsets,
-        buffers.missing,
-        buffers.missing if guesses is None else guesses.arrived,
-        source.store.stride(0) // 4,
-        source.n_bytes // 4,
-        WORDS=FETCH_WORDS,
-        POLLS=POLLS,
-        num_warps=8,
-        **overlap(buffers.experts.device),
-    )
+    arrived = None if guesses is None else guesses.arrived
+    fetch(source, buffers.experts, buffers.offsets, missing=buffers.missing, arrived=arrived, programs=programs)
 
 
 def plan_and_fetch(
