@@ -17,7 +17,7 @@ from makeway.kernels.triton.launch import begin, overlap
 
 FETCH_PROGRAMS = 16  # per expert
 FETCH_WORDS = 4096  # of 32 bits, in one turn of a program of 256 threads: four loads of 16 bytes each
-POLLS = 1000  # of about a microsecond; a share arrives within 100 unless its copy does not run
+POLLS = 20_000  # of a few tenths of a microsecond; what is on its way takes a tenth of that at most
 
 
 @dataclass(frozen=True)
