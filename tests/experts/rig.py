@@ -63,6 +63,12 @@ class Rig:
         """The layers of the store that the plan holds."""
         return self.cache.store.layers[: len(self.plan.layers)]
 
+    def lend(self, n_kept):
+        """Lends, and says [n, 2] (layer, expert) who lost a slot."""
+        before = self.cache.table.is_published()
+        self.cache.lend(n_kept)
+        return np.argwhere(before & ~self.cache.table.is_published())
+
     def restore(self, n_per_layer):
         """Publish experts 0, 2, 4, ... of every layer."""
         wishes = [(i, 2 * e) for e in range(n_per_layer) for i in range(len(self.layers))]

@@ -50,7 +50,7 @@ def test_lending_keeps_the_hottest_and_moves_nothing_over_the_link():
     counts[:, [0, 2, 4, 6]] = [1, 4, 2, 3]
     rig.policy.observe_prompt(counts)
     tally = rig.device.tally
-    lost = rig.cache.lend(2)
+    lost = rig.lend(2)
     assert lost.tolist() == [[layer, expert] for layer in range(n_layers) for expert in (0, 4)]
     assert rig.device.tally == tally
     for layer in range(n_layers):

@@ -113,7 +113,7 @@ def test_a_sweep_beside_half_of_the_slots():
     rig = Rig(file, slots=6)
     rig.restore(6)
     assert rig.cache.table.n_published == 6 * len(rig.layers)
-    assert len(rig.cache.lend(3)) == 3 * len(rig.layers)
+    assert len(rig.lend(3)) == 3 * len(rig.layers)
     _, rows = prefill(rig.runner, rig.streamed(piece=3, copies_all=False, n_kept=3))
     assert torch.equal(rows, direct(file)[0])
     with pytest.raises(EngineFailed, match="slot 3 of layer 0 is not in 'kept slots'"):
@@ -182,7 +182,7 @@ def test_slots_lent_by_the_plan_come_back(file):
     for n_kept in (rig.plan.decode.n_ranks, 1, 0):
         lending = replace(rig.plan.lend_for(len(PROMPT)), n_kept=n_kept)
         layout = rig.plan.prefill_layout(lending)
-        lent = rig.cache.lend(n_kept)
+        lent = rig.lend(n_kept)
         kept, ring, *_ = rig.arena.layout(layout.regions)
         rig.cache.attach(kept)
         pieces = ReferencePieces(rig.cache.store, REFERENCE, arena=rig.arena.whole)
@@ -380,7 +380,7 @@ def ordered_run(without=None):
             cached(0, routed(rig, torch.from_numpy(draw.integers(0, rig.layers[0].n_experts, size=(3, 3))), step))
             cached.end_step()
         cached.settle()
-        lent = rig.cache.lend(1)
+        lent = rig.lend(1)
         sweep(rig, rig.streamed(piece=2, copies_all=True, n_kept=1), n_layers=3, prefetch=turn == 1)
         sweep(rig, rig.streamed(piece=2, copies_all=False, n_kept=1), n_layers=3, prefetch=False)
         rig.cache.table.take_back()

@@ -150,14 +150,13 @@ class ExpertCache:
         self.counters.uploads += int(layers.size)
         self.counters.upload_bytes += int(self._expert_bytes[layers].sum())
 
-    def lend(self, n_kept: int, move: MoveParts | None = None) -> NDArray[np.int64]:
+    def lend(self, n_kept: int, move: MoveParts | None = None) -> None:
         """Ranks >= `n_kept` of every layer leave the cache; the hottest experts first move into the ranks that stay.
 
         Moves stay inside the arena, in the order of the computation: nothing crosses the link. `move`: who makes them;
-        None: the device. Returns [n, 2] (layer, expert): who lost a slot.
+        None: the device.
         """
         table = self.table
-        before = table.is_published()
         moves = table.moves_before_lending(n_kept, self.policy.heat())
         table.unpublish_targets(moves)
         to, of = (self._in_slots(moves.layers, slots) for slots in (moves.targets, moves.sources))
@@ -165,7 +164,6 @@ class ExpertCache:
         move(self._slots.tensor, to=to, of=of, n_bytes=self._expert_bytes[moves.layers])
         table.publish(moves.layers, moves.targets)
         table.lend(n_kept)
-        return np.argwhere(before & ~table.is_published())
 
     def audit(self) -> None:
         """Compare the table's invariants and every published slot's bytes with the store. Raises EngineFailed."""

@@ -8,6 +8,7 @@ does not hold, so a model states the largest case (all layers, the widest row).
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from makeway.errors import UserError
 
@@ -144,7 +145,7 @@ class PlanFacts:
         chosen = (p for p in self.resident if p.on_host == on_host and p.is_mtp == is_mtp)
         return sum(align_up(p.n_bytes) for p in chosen)
 
-    @property
+    @cached_property
     def max_top_k(self) -> int:
         """The largest top-k of any layer."""
         return max(layer.top_k for layer in self.expert_layers)
