@@ -227,9 +227,12 @@ class Loop:
         return events
 
     def _rest(self) -> None:
-        """The last answer has ended: decoding is over."""
+        """The last answer has ended: decoding is over, and there is time to look at its last step."""
         if self.phase is Phase.DECODE and not self.scheduler.n_decoding:
-            self._memory.swing.phases.to(Phase.IDLE)
+            swing = self._memory.swing
+            if swing.decode is not None:
+                swing.decode.settle()
+            swing.phases.to(Phase.IDLE)
 
     def _with_room(self, requests: list[Request]) -> list[Request]:
         """Each gets a block for its next token; when there is none, the youngest request gives its memory up."""

@@ -46,9 +46,17 @@ class Follower:
     def end_step(self, fetched: NDArray[np.int32], routed: NDArray[np.int64]) -> None:
         """The step is complete; its decision waits. fetched [layers, spares]: the experts in the spare set, -1 none;
         routed [layers, any]: ids, -1 none."""
+        self.show(self.turn(), fetched, routed)
+
+    def turn(self) -> int:
+        """The spare set of the step that is complete: the next one fills the other."""
+        filled, self.spare_set = self.spare_set, 1 - self.spare_set
+        return filled
+
+    def show(self, spare_set: int, fetched: NDArray[np.int32], routed: NDArray[np.int64]) -> None:
+        """The second half of `end_step`, for the step that filled `spare_set`, whenever there is time for it."""
         assert self._late is None, "decide comes between two steps"
-        self._late = _Late(self.spare_set, fetched, routed)
-        self.spare_set = 1 - self.spare_set
+        self._late = _Late(spare_set, fetched, routed)
 
     def _wish(self) -> NDArray[np.bool_]:
         table = self._cache.table

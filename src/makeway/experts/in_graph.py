@@ -7,6 +7,7 @@ Hazard: the tables have constant addresses and a captured step reads them when i
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -44,6 +45,18 @@ def _carved(buffer: Tensor, shapes: Shapes) -> list[Tensor]:
     return [room.take(shape, dtype, n_bytes=align_up(math.prod(shape) * dtype.itemsize)) for shape, dtype in shapes]
 
 
+@dataclass(frozen=True)
+class _Taken:
+    """The last step's report and what it was told, on the host."""
+
+    spare_set: int
+    routed: NDArray[np.int64]
+    fetched: NDArray[np.int32]
+    guessed: NDArray[np.int32]
+    n_rows: NDArray[np.int64]
+    slot_of: NDArray[np.int32]
+
+
 class StepTables:
     """What a step is told (slot_of, wanted, spares) and what it reports (routed, fetched), by layer; device tensors
     and pinned copies on the host."""
@@ -77,6 +90,7 @@ class StepTables:
         self._limits = Limits(limits[:, 0], n_guesses)
         self.n_rows = np.zeros(n_layers, dtype=np.int64)
         """Rows of the report that the step's passes write, by layer."""
+        self._taken: _Taken | None = None
         expert_bytes = [layer.expert_bytes for layer in cache.plan.layers]
         self._expert_bytes = np.asarray(expert_bytes, dtype=np.int64)
 
@@ -93,31 +107,46 @@ class StepTables:
         """Behind a step: ask for its report."""
         self._host_reported.copy_(self._reported, non_blocking=True)
 
-    def end_step(self) -> None:
-        """The report is here: count, mark the spares that were filled, and leave the decision for the next step."""
-        n_layers, most = len(self.n_rows), int(self.n_rows.max())
-        routed = self._routed[:, :most].astype(np.int64)
-        if (self.n_rows < most).any():
-            routed[np.arange(most) >= self.n_rows[:, None]] = NONE
+    def take_report(self) -> None:
+        """The report is here: put aside what the next step overwrites. `read_report` looks at what it says, while the GPU
+        has something to do."""
+        assert self._taken is None
+        most = int(self.n_rows.max())
+        self._taken = _Taken(
+            self.follower.turn(),
+            routed=self._routed[:, :most].astype(np.int64),
+            fetched=self._fetched.copy(),
+            guessed=self._guessed.copy(),
+            n_rows=self.n_rows.copy(),
+            slot_of=self._slot_of.copy(),
+        )
+
+    def read_report(self) -> None:
+        """Count what the last step did, mark the spares that it filled, and leave the decision to the policy."""
+        if self._taken is None:
+            return
+        taken, self._taken = self._taken, None
+        n_layers, most = taken.routed.shape[:2]
+        routed, fetched, guessed = taken.routed, taken.fetched, taken.guessed
+        if (taken.n_rows < most).any():
+            routed[np.arange(most) >= taken.n_rows[:, None]] = NONE
         routed = routed.reshape(n_layers, -1)
-        fetched, guessed = self._fetched.copy(), self._guessed.copy()
-        fetched[self.n_rows == 0] = NONE  # a layer that did not run reports what it did before
-        guessed[self.n_rows == 0] = NONE
-        self._count(routed, guessed)
+        fetched[taken.n_rows == 0] = NONE  # a layer that did not run reports what it did before
+        guessed[taken.n_rows == 0] = NONE
+        self._count(routed, guessed, taken.slot_of)
         layers, spares = np.nonzero(fetched != NONE)
         table = self.cache.table
-        slots = table.spares[self.follower.spare_set, layers, spares]
-        table.fill(layers, slots, fetched[layers, spares])
-        self.follower.end_step(fetched, routed)
+        table.fill(layers, table.spares[taken.spare_set, layers, spares], fetched[layers, spares])
+        self.follower.show(taken.spare_set, fetched, routed)
 
-    def _count(self, routed: NDArray[np.int64], guessed: NDArray[np.int32]) -> None:
+    def _count(self, routed: NDArray[np.int64], guessed: NDArray[np.int32], slot_of: NDArray[np.int32]) -> None:
         """Hits and misses of ids [layers, any], each expert once a layer, by the table that the step was told; and
         guesses [layers, any], of which those that were not needed crossed the link besides."""
         counters = self.cache.counters
         ids = np.sort(routed, axis=1)
         is_used = ids >= 0
         is_used[:, 1:] &= ids[:, 1:] != ids[:, :-1]
-        slots = np.take_along_axis(self._slot_of, np.maximum(ids, 0), axis=1)
+        slots = np.take_along_axis(slot_of, np.maximum(ids, 0), axis=1)
         hits = (is_used & (slots != NONE)).sum(axis=1)
         misses = is_used.sum(axis=1) - hits
         made = guessed >= 0
@@ -272,25 +301,29 @@ class DeviceExperts:
         return Source(stored.raw, self._arena, -(-stored.expert_bytes // 16) * 16)
 
     def last_pass_runs(self) -> None:
-        """The step's last pass is on its way to the device: ask for its report behind it, and meanwhile decide about
-        the step before."""
+        """The step's last pass is on its way to the device: ask for its report behind it, and meanwhile read that of
+        the step before and decide about it."""
         if self._is_open and self._report is None:
             self._tables.fetch_report()
             self._report = self._cache.device.record_compute()
-            self._tables.follower.decide()
+            self._decide()
+
+    def _decide(self) -> None:
+        self._tables.read_report()
+        self._tables.follower.decide()
 
     def end_step(self) -> None:
-        """Wait for the step's report, whose decision comes while the next step runs."""
+        """Wait for the step's report, which is read while the next step runs, or by `settle`."""
         if not self._is_open:
             return
         self.last_pass_runs()
         assert self._report is not None
         self._report.wait()
         self._report = None
-        self._tables.end_step()
+        self._tables.take_report()
         self._is_open = False
 
     def settle(self) -> None:
         if self._is_open:
             raise EngineFailed("experts settle between steps, and a step is open")
-        self._tables.follower.decide()
+        self._decide()

@@ -55,6 +55,7 @@ def test_a_step_hits_fetches_and_keeps(slots):
             executor(layer, moe)
             assert close(moe.acc, expected), (step, layer)
         executor.end_step()
+        executor._tables.read_report()
         rig.cache.audit()
     executor.settle()
     rig.cache.audit()
@@ -82,7 +83,8 @@ def test_the_report_counts_each_expert_of_a_layer_once():
     tables.fetched.fill_(1)
     tables.fetched[0] = torch.tensor([3, -1])
     tables.fetch_report()
-    tables.end_step()
+    tables.take_report()
+    tables.read_report()
     assert counters.hits - hits == 1
     assert counters.misses - misses == 2
     assert counters.link_bytes - link == 2 * (-(-sizes[0] // 16) * 16)
@@ -129,6 +131,7 @@ def test_what_was_guessed_is_not_fetched_again(uploads):
             executor.run(0, first, first=0, next_router=router)
             executor.run(1, second, first=0)
             executor.end_step()
+            executor._tables.read_report()
             rig.cache.audit()
             assert close(second.acc, truth(rig, 1, replace(second, acc=torch.zeros_like(second.acc))))
             sums.append(second.acc)
