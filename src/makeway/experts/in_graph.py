@@ -108,8 +108,8 @@ class StepTables:
         self._host_reported.copy_(self._reported, non_blocking=True)
 
     def take_report(self) -> None:
-        """The report is here: put aside what the next step overwrites. `read_report` looks at what it says, while the GPU
-        has something to do."""
+        """The report is here: put aside what the next step overwrites. `read_report` looks at what it says, while the
+        GPU has something to do."""
         assert self._taken is None
         most = int(self.n_rows.max())
         self._taken = _Taken(

@@ -18,7 +18,8 @@ class Rates:
     `link_bytes_per_s`: large pinned copies host -> device. `fetch_bytes_per_s`: misses fetched inside a
     step. `hbm_bytes_per_s`: reading device memory in decode kernels. `flops_per_s`: matrix products as
     reached in a sweep (not the data sheet). `host_read_bytes_per_s`: all cores reading RAM.
-    `layer_overhead_s`: launches and waits per layer of a sweep; `step_overhead_s`: per decode step.
+    `layer_overhead_s`: launches and waits per layer of a sweep; `step_overhead_s`: the host's part of a decode step,
+    `step_layer_overhead_s`: launches that wait for each other, per layer of a step.
     """
 
     link_bytes_per_s: int
@@ -27,7 +28,8 @@ class Rates:
     flops_per_s: int
     host_read_bytes_per_s: int
     layer_overhead_s: float = 0.0005
-    step_overhead_s: float = 0.001
+    step_overhead_s: float = 0.0005
+    step_layer_overhead_s: float = 0.000075
 
     def __post_init__(self) -> None:
         """Refuse rates that would divide by zero. Raises UserError."""
@@ -37,8 +39,9 @@ class Rates:
 
 
 RATES: dict[str, Rates] = {
-    # measured: pinned copies 55 GB/s, fetch kernel 36-47; products at half of 790 TFLOP/s; 3.1 TB/s of 4.8
-    "h200": Rates(55 * 10**9, 43 * 10**9, 3_100 * 10**9, 400 * 10**12, 80 * 10**9),
+    # measured: pinned copies 55 GB/s, fetch kernel 50; a sweep reaches 250 to 350 of 790 TFLOP/s; 4.2 TB/s of 4.8; a
+    # layer of a step takes 50 us (30B) to 100 us (Flash-Next) beside its bytes
+    "h200": Rates(55 * 10**9, 50 * 10**9, 4_170 * 10**9, 300 * 10**12, 100 * 10**9),
     # PCIe 4 x16 about 25 GB/s; 936 GB/s data sheet at 75 %; 71 TFLOP/s bf16 dense at 60 %
     "rtx3090": Rates(25 * 10**9, 20 * 10**9, 700 * 10**9, 42 * 10**12, 50 * 10**9),
     # the same card on PCIe 3 x16
