@@ -49,7 +49,7 @@ bf16_slots=(--vram 24GiB --slots 81) bf16_budget=(--vram 16269MiB)
 # limit in seconds, then Python's arguments (-m or a file) or those of `makeway bench`; empty for a step that does not exist
 arguments() {
     case "$1" in
-    tests) echo 120 -m pytest -q -m 'not(slow)' tests/kernels/{cuda,triton}/test_launch.py tests/kernels/triton/test_{attend,choose,index}.py ;;
+    tests) echo 120 -m pytest -q -m 'not(slow)' tests/kernels/{cuda,triton}/test_launch.py tests/kernels/triton/test_{attend,choose,index,guess,step_plan}.py ;;
     check) echo 150 bench/gpu_check.py ;;
     kernels) echo 60 -m bench.cuda_kernels ;;
     step-kernels) echo 120 -m bench.step_kernels ;;
