@@ -1,0 +1,155 @@
+"""What passes between the host and a captured step: the slot table as the step sees it, and the step's report.
+
+Owns the device's copy of the slot table and pinned copies on the host. Never waits: whoever replays a step sends the
+tables before it, and asks for the report behind it.
+Hazard: the tables have constant addresses and a captured step reads them when it is replayed, not when it was captured.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from makeway.device import zeros_and_copy
+from makeway.experts.cache import ExpertCache
+from makeway.experts.follower import Follower
+from makeway.experts.guess import Limits
+from makeway.experts.slots import NONE
+from makeway.memory.facts import align_up
+from makeway.memory.workspace import Room
+
+Shapes = Sequence[tuple[tuple[int, ...], torch.dtype]]
+
+
+def _buffers(shapes: Shapes, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Bytes for tensors of these shapes on the device, and the same on the host."""
+    n_bytes = sum(align_up(math.prod(shape) * dtype.itemsize) for shape, dtype in shapes)
+    return zeros_and_copy((n_bytes,), torch.uint8, device=device)
+
+
+def _carved(buffer: Tensor, shapes: Shapes) -> list[Tensor]:
+    room = Room(buffer.numel(), device=buffer.device, room=buffer)
+    return [room.take(shape, dtype, n_bytes=align_up(math.prod(shape) * dtype.itemsize)) for shape, dtype in shapes]
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """The last step's report and what it was told, on the host."""
+
+    spare_set: int
+    routed: NDArray[np.int64]
+    fetched: NDArray[np.int32]
+    guessed: NDArray[np.int32]
+    n_rows: NDArray[np.int64]
+    slot_of: NDArray[np.int32]
+
+
+class StepTables:
+    """What a step is told (slot_of, wanted, spares) and what it reports (routed, fetched), by layer; device tensors
+    and pinned copies on the host."""
+
+    def __init__(self, cache: ExpertCache, *, top_k: int, most_rows: int, n_guesses: int) -> None:
+        """For steps of at most `most_rows` rows and `n_guesses` guesses a layer."""
+        table, device = cache.table, cache.device.torch_device
+        self.cache = cache
+        self.follower = Follower(cache)
+        n_layers, n_experts, n_spares = table.n_layers, table.n_experts, table.n_spares_per_set
+
+        by_expert, by_spare = (n_layers, n_experts), (n_layers, n_spares)
+        told = (
+            (by_expert, torch.int32),
+            (by_expert, torch.uint8),
+            (by_spare, torch.int32),
+            ((n_layers, 1), torch.int32),
+        )
+        reported = (
+            ((n_layers, most_rows, top_k), torch.int32),
+            (by_spare, torch.int32),
+            ((n_layers, n_guesses), torch.int32),
+        )
+        self._told, self._host_told = _buffers(told, device)
+        self.slot_of, self.wanted, self.spares, self.limits = _carved(self._told, told)
+        self._slot_of, self._wanted, self._spares, limits = (t.numpy() for t in _carved(self._host_told, told))
+        self._reported, self._host_reported = _buffers(reported, device)
+        self.routed, self.fetched, self.guessed = _carved(self._reported, reported)
+        self._routed, self._fetched, self._guessed = (t.numpy() for t in _carved(self._host_reported, reported))
+        self.guessed.fill_(NONE)
+        self._limits = Limits(limits[:, 0], n_guesses)
+        self.n_rows = np.zeros(n_layers, dtype=np.int64)
+        """Rows of the report that the step's passes write, by layer."""
+        self._taken: _Taken | None = None
+        expert_bytes = [layer.expert_bytes for layer in cache.plan.layers]
+        self._expert_bytes = np.asarray(expert_bytes, dtype=np.int64)
+
+    def send(self) -> None:
+        """Before a step: what is published now, what is wanted, and which spares are free; one copy."""
+        table, follower = self.cache.table, self.follower
+        self.n_rows[:] = 0
+        self._slot_of[...] = table.slot_of
+        self._wanted[...] = follower.wanted
+        self._spares[...] = table.spares[follower.spare_set]
+        self._told.copy_(self._host_told, non_blocking=True)
+
+    def fetch_report(self) -> None:
+        """Behind a step: ask for its report."""
+        self._host_reported.copy_(self._reported, non_blocking=True)
+
+    def take_report(self) -> None:
+        """The report is here: put aside what the next step overwrites. `read_report` looks at what it says, while the
+        GPU has something to do."""
+        assert self._taken is None
+        most = int(self.n_rows.max())
+        self._taken = _Taken(
+            self.follower.turn(),
+            routed=self._routed[:, :most].astype(np.int64),
+            fetched=self._fetched.copy(),
+            guessed=self._guessed.copy(),
+            n_rows=self.n_rows.copy(),
+            slot_of=self._slot_of.copy(),
+        )
+
+    def read_report(self) -> None:
+        """Count what the last step did, mark the spares that it filled, and leave the decision to the policy."""
+        if self._taken is None:
+            return
+        taken, self._taken = self._taken, None
+        n_layers, most = taken.routed.shape[:2]
+        routed, fetched, guessed = taken.routed, taken.fetched, taken.guessed
+        if (taken.n_rows < most).any():
+            routed[np.arange(most) >= taken.n_rows[:, None]] = NONE
+        routed = routed.reshape(n_layers, -1)
+        fetched[taken.n_rows == 0] = NONE  # a layer that did not run reports what it did before
+        guessed[taken.n_rows == 0] = NONE
+        self._count(routed, guessed, taken.slot_of)
+        layers, spares = np.nonzero(fetched != NONE)
+        table = self.cache.table
+        table.fill(layers, table.spares[taken.spare_set, layers, spares], fetched[layers, spares])
+        self.follower.show(taken.spare_set, fetched, routed)
+
+    def _count(self, routed: NDArray[np.int64], guessed: NDArray[np.int32], slot_of: NDArray[np.int32]) -> None:
+        """Hits and misses of ids [layers, any], each expert once a layer, by the table that the step was told; and
+        guesses [layers, any], of which those that were not needed crossed the link besides."""
+        counters = self.cache.counters
+        ids = np.sort(routed, axis=1)
+        is_used = ids >= 0
+        is_used[:, 1:] &= ids[:, 1:] != ids[:, :-1]
+        slots = np.take_along_axis(slot_of, np.maximum(ids, 0), axis=1)
+        hits = (is_used & (slots != NONE)).sum(axis=1)
+        misses = is_used.sum(axis=1) - hits
+        made = guessed >= 0
+        right = made & (guessed[:, :, None] == ids[:, None, :]).any(axis=2)
+        n_made, n_right = made.sum(axis=1), right.sum(axis=1)
+        self._limits.observe(n_made, n_right)
+        counters.guesses += int(n_made.sum())
+        counters.right_guesses += int(n_right.sum())
+        crossed = misses + n_made - n_right
+        missed_bytes = int((crossed * (-(-self._expert_bytes // 16) * 16)).sum())
+        counters.hits += int(hits.sum())
+        counters.misses += int(misses.sum())
+        counters.served_bytes += int((hits * self._expert_bytes).sum())
+        counters.link_bytes += missed_bytes
+        self.cache.device.link_bytes += missed_bytes
