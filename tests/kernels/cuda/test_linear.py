@@ -5,7 +5,16 @@ import torch
 
 from makeway.gguf.types import GGMLType as G
 from makeway.kernels import Weight
-from makeway.kernels.cuda.linear import KINDS, MAX_SHARED, MAX_SHARED_HOPPER, Linears, cut, has_kernel
+from makeway.kernels.cuda.linear import (
+    KINDS,
+    MAX_SHARED,
+    MAX_SHARED_HOPPER,
+    Linears,
+    can_mix,
+    cut,
+    has_kernel,
+    mix_bytes,
+)
 from tests.kernels.cuda.emulated_programs import EmulatedPrograms
 from tests.kernels.triton.blocks import random_weight
 
@@ -132,3 +141,65 @@ def test_any_size_of_activations(linears):
     assert float(out[4].abs().max()) < 1e-30
     assert bool(out[5].isnan().all())
     assert bool((out[6].isnan() | out[6].isinf()).all())
+
+
+def mixer_case(kind, *, hidden, n_streams, n_cols, n, seed):
+    """up, low, normed and raw inject factors: what a mixer has before its end."""
+    generator = torch.Generator().manual_seed(seed)
+    up = random_weight(kind, n_streams * hidden, n_cols, seed=seed)
+    sizes = (n_cols, n_streams * hidden, n_streams)
+    low, normed, raw = (torch.randn((n, size), generator=generator) for size in sizes)
+    return up, 3.0 * low, normed, 3.0 * raw
+
+
+def mixed(up, low, normed, raw):
+    """What `hc_mix` says, in f64."""
+    n_streams = raw.shape[1]
+    gates = torch.sigmoid(product(torch.nn.functional.silu(low.double() / n_streams), up))
+    x = (gates * normed.double()).view(low.shape[0], n_streams, -1).mean(dim=1)
+    return x, 2.0 * torch.sigmoid(raw.double() / n_streams)
+
+
+@pytest.mark.parametrize(
+    ("kind", "hidden", "n_streams", "n_cols", "n"),
+    [
+        (G.Q8_0, 48, 4, 320, 1),
+        (G.Q8_0, 40, 3, 320, 8),  # two turns for the activations, a last tile of eight columns
+        (G.Q5_K, 32, 2, 256, 8),  # two turns for the outputs
+        (G.Q5_1, 19, 4, 96, 3),
+        (G.BF16, 16, 8, 128, 2),
+    ],
+)
+def test_the_end_of_a_mixer(linears, kind, hidden, n_streams, n_cols, n):
+    up, low, normed, raw = mixer_case(kind, hidden=hidden, n_streams=n_streams, n_cols=n_cols, n=n, seed=n)
+    x, inject = linears.mix(low, up, normed=normed, raw_inject=raw, n_streams=n_streams)
+    want_x, want_inject = mixed(up, low, normed, raw)
+    close(x, want_x, 1e-6)
+    close(inject, want_inject, 1e-6)
+    again, none = linears.mix(low, up, normed=normed, raw_inject=None, n_streams=n_streams)
+    assert torch.equal(again, x)
+    assert none is None
+
+
+def test_a_mixed_row_has_the_same_bits_in_any_company(linears):
+    up, low, normed, raw = mixer_case(G.Q8_0, hidden=36, n_streams=4, n_cols=320, n=8, seed=11)
+    low[3, 7] = 1e4  # an outlier stays in its row
+    together = linears.mix(low, up, normed=normed, raw_inject=raw, n_streams=4)
+    for reverse in (False, True):
+        other = Linears(CPU, EmulatedPrograms(reverse=reverse))
+        for rows in (slice(3, 4), slice(7, 8), slice(3, 5), slice(1, 5), slice(0, 8)):
+            apart = other.mix(low[rows], up, normed=normed[rows], raw_inject=raw[rows], n_streams=4)
+            assert all(torch.equal(a, b[rows]) for a, b in zip(apart, together, strict=True))
+
+
+def test_which_mixers_end_in_one_launch():
+    assert can_mix(G.Q8_0, 320, n_streams=4)
+    assert not can_mix(G.Q8_0, 640, n_streams=4)  # two units
+    assert not can_mix(G.F32, 256, n_streams=4)  # units of floats are halved: two
+    assert not can_mix(G.Q8_0, 320, n_streams=1)
+    assert not can_mix(G.Q8_0, 320, n_streams=9)
+    assert not can_mix(G.IQ2_XXS, 256, n_streams=4)
+    for kind in KINDS:
+        for n_cols in (32, 64, 96, 128, 256, 320):
+            if can_mix(kind, n_cols, n_streams=8):
+                assert mix_bytes(kind, n_cols, n_streams=8, n=8) <= MAX_SHARED

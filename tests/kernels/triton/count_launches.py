@@ -1,11 +1,12 @@
 """Counts what a step launches, without a GPU: nothing runs, kernels of Triton and operations of torch are only named.
 
-`python -m tests.kernels.triton.count_launches FILE...` prints JSON: by golden model, by pass, and by layer (or what
-comes before and behind the layers) the names in their order.
+`python -m tests.kernels.triton.count_launches FILE...` prints JSON: by golden model, by what multiplies ("cuda" as on a
+GPU, or "triton"), by pass, and by layer (or what comes before and behind the layers) the names in their order.
 """
 
 import json
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,9 @@ from makeway.engine.backend import TritonBackend
 from makeway.engine.graphs import StepGraphs
 from makeway.engine.memory import EngineMemory
 from makeway.gguf import open_gguf
+from makeway.kernels.cuda.linear import Linears
 from makeway.kernels.triton import quick
+from makeway.kernels.triton.ops import triton_ops
 from tests.conftest import golden_path
 
 HARMLESS = "view empty slice select split unbind unsqueeze squeeze expand alias detach t transpose permute as_strided"
@@ -42,9 +45,32 @@ class Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def passes(name: str) -> dict[str, list[tuple[str, list[str]]]]:
+class NamedPrograms:
+    """Kernels in CUDA C++ of which only the names are written into `log`."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def kernel(self, source: Any, name: str, parameters: str) -> Any:
+        return SimpleNamespace(launch=lambda *_, **__: self._log.append(f"cuda.{name.partition('<')[0]}"))
+
+    def ahead(self) -> Any:
+        return nullcontext()
+
+
+class NamedBackend(TritonBackend):
+    """With matrices and experts in CUDA C++, as on a GPU."""
+
+    def __init__(self, place: CpuDevice, log: list[str]) -> None:
+        super().__init__(place)
+        self._programs: Any = NamedPrograms(log)
+        self.ops = triton_ops(place.torch_device, Linears(place.torch_device, self._programs))
+
+
+def passes(name: str, *, in_cuda: bool) -> dict[str, list[tuple[str, list[str]]]]:
     """Of a golden model: by pass, the places and what is launched there."""
-    place, log = CpuDevice(), []
+    place, log = CpuDevice(), list[str]()
+    backend = NamedBackend(place, log) if in_cuda else TritonBackend(place)
     file = open_gguf(golden_path(name))
     with_mtp = f"{file.metadata['general.architecture']}.nextn_predict_layers" in file.metadata
     config = EngineConfig(
@@ -58,7 +84,7 @@ def passes(name: str) -> dict[str, list[tuple[str, list[str]]]]:
         draft_depth=3 if with_mtp else 0,
         prefix_ram=0,
     )
-    memory = EngineMemory(file, TritonBackend(place), config, device=place)
+    memory = EngineMemory(file, backend, config, device=place)
     graphs, model = memory.graphs, memory.model
     assert isinstance(graphs, StepGraphs)
     for method in ("mix", "head"):
@@ -109,7 +135,8 @@ def main(names: list[str]) -> None:
     )
     triton.runtime.driver.set_active(driver)
     torch.set_num_threads(1)
-    print(json.dumps({name: passes(name) for name in names}))
+    by = {"cuda": True, "triton": False}
+    print(json.dumps({name: {what: passes(name, in_cuda=is_it) for what, is_it in by.items()} for name in names}))
 
 
 if __name__ == "__main__":

@@ -6,9 +6,14 @@ import pytest
 import torch
 
 from makeway.gguf.types import GGMLType
-from makeway.kernels import REFERENCE, Weight
+from makeway.kernels import REFERENCE, MixerWeights, Weight
+from makeway.kernels.cuda.linear import Linears
+from makeway.kernels.cuda.programs import Programs
+from makeway.kernels.triton import fused
 from makeway.kernels.triton.ops import triton_ops
 from tests.conftest import golden_path
+from tests.kernels.cuda.emulated_programs import EmulatedPrograms
+from tests.kernels.triton.blocks import random_weight
 from tests.models.runner import Runner
 
 
@@ -37,6 +42,32 @@ def test_activations_that_changed_in_place_are_read_again(device):
     x.mul_(3.0)
     assert torch.equal(ops.linear(x, weight), x)
     assert torch.equal(ops.linears(x[:1] * 2.0, (weight, weight))[1], x[:1] * 2.0)
+
+
+def mixer(device, *, rank, hidden, n_streams, with_inject=True):
+    width = n_streams * hidden
+    down, up = random_weight(GGMLType.Q8_0, rank, width), random_weight(GGMLType.Q8_0, width, rank)
+    inject = random_weight(GGMLType.BF16, n_streams, width) if with_inject else None
+    weights = (w and Weight(w.raw.to(device), w.type, w.n_cols) for w in (down, up, inject))
+    return MixerWeights(torch.rand(width, device=device) + 0.5, *weights)
+
+
+@pytest.mark.parametrize(("n_streams", "rank", "launches"), [(4, 64, 1), (4, 512, 2), (1, 64, 2)])
+def test_a_mixer_ends_in_one_launch_where_its_rank_is_a_unit(n_streams, rank, launches, device, monkeypatch):
+    """Beside matrices in CUDA C++, emulated where there is no GPU; other ranks and numbers of streams as in Triton."""
+    ends = []
+    whole = fused.mixed
+    monkeypatch.setattr(fused, "mixed", lambda *args, **options: ends.append(1) or whole(*args, **options))
+    ops = triton_ops(device, Linears(device, EmulatedPrograms() if device.type == "cpu" else Programs()))
+    torch.manual_seed(5)
+    for with_inject in (True, False):
+        w = mixer(device, rank=rank, hidden=32, n_streams=n_streams, with_inject=with_inject)
+        h, added, out = (torch.randn(3, *size, device=device) for size in ((n_streams, 32), (n_streams,), (32,)))
+        got = ops.hc_mix(h, w, eps=1e-6, added=(added, out))
+        want = REFERENCE.hc_mix(h, w, eps=1e-6, added=(added, out))
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert len(ends) == 2 * (launches - 1)
 
 
 @pytest.mark.slow

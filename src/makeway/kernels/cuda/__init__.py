@@ -24,7 +24,7 @@ def all_kernels(steps: Sequence[int] = (1, 2, 4, 8)) -> list[tuple[tuple[Path, .
         ([G.Q5_K, G.Q4_K, G.F32, G.F32], 2560, [10240, 6144, 48, 48], linear.PLAIN),  # Flash-Next: qkv, gate, ...
         ([G.F32, G.F32, G.Q8_0, G.Q8_0], 2560, [512, 1, 640, 640], linear.PLAIN),  # router and shared expert
         ([G.Q8_0], 640, [2560], linear.SWIGLU),  # shared down
-        ([G.Q8_0], 320, [10240], linear.SILU),  # mixer up
+        ([G.Q8_0], 320, [10240], linear.SILU),  # mixer up, where `mix` has no kernel
     ]
     layouts = [(ExpertLayout(G.Q4_K, G.Q4_K, G.Q5_1, 2560, 640), 10)]  # Flash-Next
     layouts += [(ExpertLayout(G.Q4_K, G.Q4_K, down, 2048, 768), 8) for down in (G.Q4_K, G.Q6_K)]  # Qwen3-30B
@@ -35,6 +35,7 @@ def all_kernels(steps: Sequence[int] = (1, 2, 4, 8)) -> list[tuple[tuple[Path, .
             for max_shared in (linear.MAX_SHARED, linear.MAX_SHARED_HOPPER):
                 how = linear.cut(kinds, n_cols, rows=rows, n=n, max_shared=max_shared)
                 of_products.add(linear.kernel_name(kinds, how, prologue=prologue, n=n))
+        of_products.add(linear.mix_kernel_name(G.Q8_0, 320, n_streams=4, n=n))  # Flash-Next: a mixer's end
         for layout, top_k in layouts:
             for max_shared in (linear.MAX_SHARED, linear.MAX_SHARED_HOPPER):
                 how_experts = experts.launches(layout, n=n, top_k=top_k, max_shared=max_shared)

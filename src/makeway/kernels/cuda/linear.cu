@@ -1,4 +1,4 @@
-// Up to four matrices times the same one to eight activations.
+// Up to four matrices times the same one to eight activations; at the end, the mixer of hyper-connections.
 //
 // A block has one tile of 16 rows at a time; each of its warps multiplies one unit of the columns. Sums of units are added
 // in groups, in order, then the groups, in order: a row's bits depend neither on the number of activations nor on
@@ -199,4 +199,68 @@ linears_kernel(const float* x, const float* up, const float* gate, i32 x_stride,
     }
     const Split<UNITS, OF_GROUP, GROUPS> split{parts, counters, place};
     run_kind<KINDS, UK, N, LOOPS>(m, split, values, block - begin, end - begin);
+}
+
+// The end of a mixer of hyper-connections: x = mean over streams of sigmoid(up silu(low / STREAMS)) * normed, and the factors
+// inject = 2 sigmoid(raw_inject / STREAMS) if there are any. low f32 [N, UK], normed f32 [N, STREAMS, hidden], up
+// [STREAMS hidden, UK] -> x f32 [N, hidden]. A block has the same 16 columns of all streams, a warp those of one: its rows of
+// `up`, whose columns are one unit. All warps read the same activations, so each makes every STREAMS-th of them.
+template <int KIND, int UK, int N, int STREAMS>
+KERNEL(STREAMS * LANES, 16 / STREAMS)
+mix_kernel(const float* low, const u8* up, const float* normed, const float* raw_inject, float* x, float* inject,
+           i32 low_stride, i32 inject_stride, i32 row_bytes, i32 hidden) {
+    constexpr int SETS = (PLANES * N + 7) / 8, OUTPUTS = N * ROWS, OF_LANE = (OUTPUTS + LANES - 1) / LANES;
+    const int lane = thread_x() % LANES, stream = thread_x() / LANES, tile = block_x();
+
+    const Activations<UK> activations{shared_bytes(), N};
+    float* reds = reinterpret_cast<float*>(shared_bytes() + Layout<UK>::bytes(N));
+    float* gated = reds + STREAMS * SETS * RED;  // [STREAMS][N][16]
+    u8* copies = reinterpret_cast<u8*>(gated + STREAMS * OUTPUTS);
+    float* red = reds + stream * SETS * RED;
+    const Unit<KIND, UK> weights{up + static_cast<u64>(stream * hidden) * static_cast<u32>(row_bytes),
+                                 static_cast<u32>(row_bytes), hidden, copies + stream * Unit<KIND, UK>::COPY};
+    weights.fetch(tile, lane);  // weights do not depend on the kernels before
+    wait_for_previous();
+    let_next_start();
+
+    // What the end needs is on its way while the product is made.
+    const int of_inject = tile == 0 && inject != nullptr ? thread_x() : N * STREAMS;  // there are more threads than factors
+    float raw = 0.0f, values[OF_LANE];
+    if (of_inject < N * STREAMS) {
+        raw = as_float(load4(raw_inject + of_inject / STREAMS * inject_stride + of_inject % STREAMS));
+    }
+#pragma unroll
+    for (int i = 0; i < OF_LANE; i++) {
+        const int place = lane + i * LANES, column = min(tile * ROWS + place % ROWS, hidden - 1);
+        const int row = min(place / ROWS, N - 1);  // with one activation half of the lanes have nothing to do
+        values[i] = as_float(load4(normed + (row * STREAMS + stream) * hidden + column));
+    }
+    const Values<SILU> made_of{low, low, nullptr, low_stride, 0, 1.0f / STREAMS};
+    activations.template put<(N > STREAMS)>(lane, [&](int i) { return made_of.row(i, 0); }, stream, STREAMS);
+    sync_block();
+
+    Columns columns[SETS];
+    lane_view<KIND, UK, SETS>(columns, activations, lane / 4, lane % 4);
+    float total[SETS][4] = {};
+    weights.template multiply_into<0>(total, columns, tile, lane);
+    put_sums<SETS>(red, total, lane / 4, lane % 4);
+    sync_warp();
+#pragma unroll
+    for (int i = 0; i < OF_LANE; i++) {
+        const int place = lane + i * LANES;
+        if (OUTPUTS % LANES == 0 || place < OUTPUTS) {
+            gated[stream * OUTPUTS + place] = sigmoid_of(sum_at(red, place / ROWS, place % ROWS)) * values[i];
+        }
+    }
+    sync_block();
+#pragma unroll
+    for (int first = 0; first < OUTPUTS; first += STREAMS * LANES) {
+        const int place = first + thread_x(), column = tile * ROWS + place % ROWS;
+        if (place >= OUTPUTS || column >= hidden) break;
+        float sum = gated[place];
+#pragma unroll
+        for (int s = 1; s < STREAMS; s++) sum += gated[s * OUTPUTS + place];
+        x[place / ROWS * hidden + column] = sum / STREAMS;
+    }
+    if (of_inject < N * STREAMS) inject[of_inject] = 2.0f * sigmoid_of(raw / STREAMS);
 }

@@ -1,4 +1,4 @@
-"""Matrices times up to eight rows of activations, straight from the quantised bytes, on the tensor cores.
+"""Matrices times up to eight rows of activations, straight from the quantised bytes, on the tensor cores; mixers' ends.
 
 Owns how a launch is cut, and the scratch of launches whose columns several blocks share. Never looks at the number of
 rows when it decides in what order a row's sums are added: its bits are the same with 1, 2, 4 or 8 rows.
@@ -36,6 +36,7 @@ TILE = 16  # rows of the matrix
 PLAIN, SILU, SWIGLU = 0, 1, 2
 INSTRUCTIONS_A_CYCLE = 2.5  # of a multiprocessor; most are integers, which run at half rate
 PARAMETERS = "ppp" + "ii" + "f" + 4 * "p" + 4 * "p" + 4 * "i" + 4 * "i" + 4 * "i" + "iii" + "pp"
+MIX_PARAMETERS = "ppppppiiii"
 
 
 def unit_columns(n_cols: int) -> int:
@@ -181,6 +182,22 @@ def kernel_name(kinds: Sequence[GGMLType], how: Cut, *, prologue: int, n: int) -
     return f"linears_kernel<{what}, {split}, {blocks}>"
 
 
+def can_mix(kind: GGMLType, n_cols: int, *, n_streams: int) -> bool:
+    """Whether one launch ends a mixer whose `up` has this type and width: where its columns are one warp's unit."""
+    return has_kernel(kind, n_cols) and 1 < n_streams <= MAX_ROWS and cut([kind], n_cols, rows=[1], n=1).n_units == 1
+
+
+def mix_kernel_name(kind: GGMLType, n_cols: int, *, n_streams: int, n: int) -> str:
+    """The instantiation in linear.cu."""
+    return f"mix_kernel<{int(kind)}, {n_cols}, {n}, {n_streams}>"
+
+
+def mix_bytes(kind: GGMLType, n_cols: int, *, n_streams: int, n: int) -> int:
+    """Shared memory of a block: activations, and for each stream sums, what is gated, the copy."""
+    of_stream = n_sets(n) * SUMS + 4 * n * TILE + copy_bytes(kind, n_cols)
+    return activation_bytes(n_cols, n) + n_streams * of_stream
+
+
 class Linears:
     """All products of decode steps on one device."""
 
@@ -271,3 +288,47 @@ class Linears:
             overlaps_previous=True,
         )
         return outs
+
+    def can_mix(self, up: Weight, n_streams: int) -> bool:
+        """Whether `mix` has a kernel for it."""
+        return self.can_multiply(up) and can_mix(up.type, up.n_cols, n_streams=n_streams)
+
+    def mix(
+        self, low: Tensor, up: Weight, *, normed: Tensor, raw_inject: Tensor | None, n_streams: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """The end of `kernels/reference_blocks.py:hc_mix`, in one launch: low f32 [n <= 8, n_cols] as `down` gives it,
+        normed f32 [n, n_streams * hidden], raw_inject f32 [n, n_streams] -> x f32 [n, hidden], inject factors f32 [n,
+        n_streams]."""
+        n, n_cols = low.shape
+        hidden = up.n_rows // n_streams
+        assert 0 < n <= MAX_ROWS
+        assert up.n_cols == n_cols
+        assert normed.shape == (n, n_streams * hidden) == (n, up.n_rows)
+        assert self.can_mix(up, n_streams)
+        for values in (low, normed, raw_inject):
+            assert values is None or (values.dtype == torch.float32 and values.stride(1) == 1)
+        assert low.stride(0) % 4 == 0
+        assert low.data_ptr() % 16 == 0
+        assert normed.is_contiguous()
+        x = torch.empty((n, hidden), dtype=torch.float32, device=low.device)
+        inject = None if raw_inject is None else torch.empty((n, n_streams), dtype=torch.float32, device=low.device)
+        name = mix_kernel_name(up.type, n_cols, n_streams=n_streams, n=n)
+        self._programs.kernel(SOURCE, name, MIX_PARAMETERS).launch(
+            (-(-hidden // TILE), 1, 1),
+            32 * n_streams,
+            mix_bytes(up.type, n_cols, n_streams=n_streams, n=n),
+            (
+                low,
+                up.raw,
+                normed,
+                0 if raw_inject is None else raw_inject,
+                x,
+                0 if inject is None else inject,
+                low.stride(0),
+                0 if raw_inject is None else raw_inject.stride(0),
+                up.raw.shape[1],
+                hidden,
+            ),
+            overlaps_previous=True,
+        )
+        return x, inject

@@ -50,15 +50,15 @@ struct Activations {
     DEVICE float* factors() const { return reinterpret_cast<float*>(at); }
     DEVICE u8* values(int column) const { return at + L::FACTORS + column * L::STRIDE; }
 
-    // Rows 0 .. n - 1; `row_of(i)` gives a function (column, float* four) for row i. All lanes of the warp. AHEAD: a row is on
-    // its way while the one before is made, for which there must be registers.
+    // Every `step`-th row from `first` on; `row_of(i)` gives a function (column, float* four) for row i. All lanes of the
+    // warp. AHEAD: a row is on its way while the one before is made, for which there must be registers.
     template <bool AHEAD, class RowOf>
-    DEVICE void put(int lane, RowOf row_of) const {
+    DEVICE void put(int lane, RowOf row_of, int first = 0, int step = 1) const {
         const float byte = lane == 0 ? 1.0f : lane == 1 ? 256.0f : 65536.0f;
         float next[TURNS][WIDTH];
-        if constexpr (AHEAD) read(next, lane, row_of(0));
+        if (AHEAD && first < n) read(next, lane, row_of(first));
 #pragma unroll 1
-        for (int row = 0; row < n; row++) {
+        for (int row = first; row < n; row += step) {
             float v[TURNS][WIDTH];
             u32 most = 0;
             if constexpr (AHEAD) {
@@ -67,7 +67,7 @@ struct Activations {
 #pragma unroll
                     for (int i = 0; i < WIDTH; i++) v[turn][i] = next[turn][i];
                 }
-                if (row + 1 < n) read(next, lane, row_of(row + 1));
+                if (row + step < n) read(next, lane, row_of(row + step));
             } else {
                 read(v, lane, row_of(row));
             }
@@ -88,17 +88,14 @@ struct Activations {
         sync_warp();
     }
 
-    // A lane's columns of a row, zeros behind its end.
+    // A lane's columns of a row; behind its end the last ones again, so that no load waits behind a branch.
     template <class Fetch>
     DEVICE static void read(float (&v)[TURNS][WIDTH], int lane, Fetch fetch) {
 #pragma unroll
         for (int turn = 0; turn < TURNS; turn++) {
-            const int piece = lane + turn * LANES;
+            const int piece = lane + turn * LANES, inside = PIECES % LANES == 0 ? piece : min(piece, PIECES - 1);
 #pragma unroll
-            for (int i = 0; i < WIDTH; i += 4) {
-                if (PIECES % LANES == 0 || piece < PIECES) fetch(WIDTH * piece + i, v[turn] + i);
-                else v[turn][i] = v[turn][i + 1] = v[turn][i + 2] = v[turn][i + 3] = 0.0f;
-            }
+            for (int i = 0; i < WIDTH; i += 4) fetch(WIDTH * inside + i, v[turn] + i);
         }
     }
 

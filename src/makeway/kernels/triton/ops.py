@@ -46,6 +46,12 @@ class StepLinears(Protocol):
         silu_scale: float | None = None,
     ) -> list[Tensor]: ...
 
+    def can_mix(self, up: Weight, n_streams: int) -> bool: ...
+
+    def mix(
+        self, low: Tensor, up: Weight, *, normed: Tensor, raw_inject: Tensor | None, n_streams: int
+    ) -> tuple[Tensor, Tensor | None]: ...
+
 
 class TritonOps:
     """Steps of at most MAX_ROWS rows and chunks of a prompt, on one device.
@@ -121,13 +127,15 @@ class TritonOps:
         h, normed, parts = fused.stream_norm(h, w.norm, eps=eps, n_parts=n_parts, added=added)
         self._remember(normed, parts)
         low, *rest = self.linears(normed, (w.down,) if w.inject is None else (w.down, w.inject))
+        raw_inject = rest[0] if rest else None
+        if self._step is not None and self._in_cuda(n, (w.up,)) and self._step.can_mix(w.up, n_streams):
+            return h, *self._step.mix(low, w.up, normed=normed, raw_inject=raw_inject, n_streams=n_streams)
         if self._in_cuda(n, (w.up,)):
             up = self._steps(low, (w.up,), silu_scale=1.0 / n_streams)[0]
         else:
             low_parts = fused.silu_parts(low, scale=1.0 / n_streams, n_parts=_n_parts(n))
             # a chunk's is read once, by what comes next, and is as wide as all streams: half the bytes, twice
             up = self._multiply_or(low_parts, w.up, torch.float32 if n <= linear.MAX_ROWS else torch.bfloat16)
-        raw_inject = rest[0] if rest else None
         x, parts, inject = fused.mixed(up, normed, raw_inject, n_streams=n_streams, n_parts=n_parts)
         self._remember(x, parts)
         return h, x, inject
