@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 from makeway.gguf.types import BLOCK_SIZES, GGMLType, row_bytes
 from makeway.kernels import Weight
 from makeway.kernels.triton import experts as ex
-from makeway.kernels.triton import fetch, step_plan
+from makeway.kernels.triton import fetch, step_buffers, step_plan
 from makeway.kernels.triton.linear import Scratch, Tiling, as_parts, linear, tiling
 from makeway.quants import QUANT_TYPES
 
@@ -167,7 +167,7 @@ class Layer:
         self.stride = slots.shape[1]
         self.store = slots.cpu().pin_memory()
         self.arena = torch.cat((slots.view(-1), torch.empty(80 * self.stride, dtype=torch.uint8, device="cuda")))
-        self.rooms = step_plan.Rooms(0, self.stride, n_experts * self.stride, self.stride)
+        self.rooms = step_buffers.Rooms(0, self.stride, n_experts * self.stride, self.stride)
         self.scratch = Scratch(torch.device("cuda"))
         self.nothing = torch.zeros(n_experts, dtype=torch.uint8, device="cuda")
         self.no_spares = torch.zeros(0, dtype=torch.int32, device="cuda")
@@ -190,11 +190,11 @@ class Step:
         self.ids, self.slot_of = ids.cuda(), slot_of.cuda()
         first = torch.zeros(1, dtype=torch.int32, device="cuda")
         routed = torch.zeros((n, layer.top_k), dtype=torch.int32, device="cuda")
-        self.report = step_plan.Report(first, routed, torch.zeros_like(layer.no_spares))
+        self.report = step_buffers.Report(first, routed, torch.zeros_like(layer.no_spares))
         self.routing = torch.rand(n, layer.top_k, device="cuda")
         self.x = torch.randn(n, layer.layout.hidden, device="cuda").bfloat16()
         self.acc = torch.zeros(n, layer.layout.hidden, device="cuda")
-        self.buffers = step_plan.StepBuffers(
+        self.buffers = step_buffers.StepBuffers(
             torch.device("cuda"), n=n, top_k=layer.top_k, hidden=layer.layout.hidden, width=layer.layout.width
         )
 

@@ -20,7 +20,7 @@ from makeway.kernels import Weight
 from makeway.kernels.cuda import experts as cuda
 from makeway.kernels.cuda.programs import Programs
 from makeway.kernels.triton import experts as kernels
-from makeway.kernels.triton import step_plan
+from makeway.kernels.triton import step_buffers, step_plan
 from makeway.kernels.triton.fetch import Source
 from makeway.kernels.triton.linear import Scratch
 
@@ -53,7 +53,7 @@ class DeviceExperts:
                 n_guesses, rooms_at=rooms_at, room_bytes=sizes.stride_bytes, multiply=multiply, device=arena.device
             )
         self._first_rows = torch.arange(most_rows, dtype=torch.int32, device=arena.device)
-        self._buffers: dict[int, step_plan.StepBuffers] = {}
+        self._buffers: dict[int, step_buffers.StepBuffers] = {}
         self._scratch = Scratch(arena.device)
         self._cuda = None if programs is None else cuda.StepExpertKernels(arena.device, programs)
         self._is_open = False
@@ -93,7 +93,7 @@ class DeviceExperts:
         cache, tables, n = self._cache, self._tables, moe.ids.shape[0]
         if n not in self._buffers:
             gate = cache.store.layers[layer].shapes[0]
-            self._buffers[n] = step_plan.StepBuffers(
+            self._buffers[n] = step_buffers.StepBuffers(
                 self._arena.device, n=n, top_k=self._top_k, hidden=gate.n_cols, width=gate.n_rows
             )
         stored, buffers = cache.store.layers[layer], self._buffers[n]
@@ -112,7 +112,7 @@ class DeviceExperts:
             wanted=tables.wanted[layer],
             spares=tables.spares[layer],
             rooms=self._rooms(layer),
-            report=step_plan.Report(first_row, tables.routed[layer], tables.fetched[layer]),
+            report=step_buffers.Report(first_row, tables.routed[layer], tables.fetched[layer]),
             live=live,
             guesses=guesses,
         )
@@ -148,9 +148,9 @@ class DeviceExperts:
             live=live,
         )
 
-    def _rooms(self, layer: int) -> step_plan.Rooms:
+    def _rooms(self, layer: int) -> step_buffers.Rooms:
         plan = self._cache.plan
-        return step_plan.Rooms(
+        return step_buffers.Rooms(
             slots_at=plan.decode.slots.offset + plan.decode.layer_offsets[layer],
             slot_stride=plan.decode.rank_bytes,
             transient_at=plan.decode.transient.offset,

@@ -7,7 +7,7 @@ from makeway.gguf.types import GGMLType as G
 from makeway.kernels.cuda.experts import SOURCE, StepExpertKernels, can_run, launches
 from makeway.kernels.cuda.linear import MAX_SHARED, MAX_SHARED_HOPPER
 from makeway.kernels.triton.experts import ExpertLayout
-from makeway.kernels.triton.step_plan import StepBuffers
+from makeway.kernels.triton.step_buffers import StepBuffers
 from tests.kernels.cuda.emulated_programs import EmulatedPrograms
 from tests.kernels.triton.blocks import random_weight
 

@@ -5,8 +5,10 @@ from makeway.gguf.types import GGMLType
 from makeway.kernels import Weight
 from makeway.kernels.triton import step_plan
 from makeway.kernels.triton.experts import ExpertLayout, gate_up_tiling, run_experts
+from makeway.kernels.triton.fetch import Source
 from makeway.kernels.triton.linear import Scratch
-from makeway.kernels.triton.step_plan import Report, Rooms, Source, StepBuffers, plan_and_fetch
+from makeway.kernels.triton.step_buffers import Report, Rooms, StepBuffers
+from makeway.kernels.triton.step_plan import plan_and_fetch
 from makeway.kernels.triton.unpack import PLANES, planes_for
 from makeway.quants import decode_rows
 from tests.kernels.triton.blocks import random_weight

@@ -6,7 +6,8 @@ from makeway.experts.guess import TRY_EVERY, Limits
 from makeway.kernels.triton import fetch, step_plan
 from makeway.kernels.triton.fetch import FETCH_PROGRAMS, Source, fetch_guesses
 from makeway.kernels.triton.guess import Guesses, guess_step
-from makeway.kernels.triton.step_plan import Report, Rooms, StepBuffers, plan_and_fetch, plan_step
+from makeway.kernels.triton.step_buffers import Report, Rooms, StepBuffers
+from makeway.kernels.triton.step_plan import plan_and_fetch, plan_step
 
 STRIDE = 1 << 12
 SLOTS, TRANSIENT, GUESSED = 0, 8 * STRIDE, 32 * STRIDE

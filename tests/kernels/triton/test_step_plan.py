@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from makeway.kernels.triton.step_plan import Report, Rooms, StepBuffers, plan_step
+from makeway.kernels.triton.step_buffers import Report, Rooms, StepBuffers
+from makeway.kernels.triton.step_plan import plan_step
 
 STRIDE = 1 << 15
 

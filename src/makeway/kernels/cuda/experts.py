@@ -27,7 +27,7 @@ from makeway.kernels.cuda.linear import (
 )
 from makeway.kernels.cuda.programs import Programs
 from makeway.kernels.triton.experts import ExpertLayout
-from makeway.kernels.triton.step_plan import StepBuffers
+from makeway.kernels.triton.step_buffers import StepBuffers
 
 SOURCE = Path(__file__).parent / "experts.cu"
 MOST_PASS = 2  # rows of an entry that are multiplied together

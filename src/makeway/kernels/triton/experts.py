@@ -18,7 +18,7 @@ from torch import Tensor
 from makeway.gguf.types import GGMLType, row_bytes
 from makeway.kernels.triton.launch import begin, overlap
 from makeway.kernels.triton.linear import MAX_ROWS, Scratch, Tiling, arrived_last, as_parts, divisor, product
-from makeway.kernels.triton.step_plan import StepBuffers
+from makeway.kernels.triton.step_buffers import StepBuffers
 from makeway.kernels.triton.unpack import code_table, planes_for
 
 COMBINE = 8  # entries whose outputs are loaded at once before they are added one by one

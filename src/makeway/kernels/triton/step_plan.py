@@ -1,16 +1,13 @@
 """What a decode step does in a layer of experts, decided on the device: which run, where they lie, what is fetched.
 
-Owns the buffers that pass from kernel to kernel within a layer, the plan and the fetch. Never waits for the host, and
-never chooses what stays in a slot: it only says which spare received which expert.
-Hazard: the buffers are reused by the next layer and step on the same stream; what the host wants to read (`Report`)
-belongs to the caller.
+Owns the plan, and when misses are fetched. Never waits for the host, and never chooses what stays in a slot: it only
+says which spare received which expert.
+Hazard: programs of a launch find the plan each for itself, so what it is made of must not change while they do.
 
 A step has up to 8 rows of top_k experts. Its *entries* are the different experts, in ascending order, each run once
 for all rows that chose it, so a miss crosses the link once and weights are read once.
 """
 
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,6 +27,7 @@ from makeway.kernels.triton.fetch import (
 from makeway.kernels.triton.guess import Guesses
 from makeway.kernels.triton.launch import begin, overlap
 from makeway.kernels.triton.linear import MAX_ROWS
+from makeway.kernels.triton.step_buffers import Report, Rooms, StepBuffers
 
 ALONE_IDS = 32  # of which each program finds the plan for itself
 
@@ -268,66 +266,6 @@ def plan_kernel(
             if how > 1:
                 flag = arrived + (how - 2) * tl.num_programs(0) + tl.program_id(0)
                 await_share(flag, store, arena, expert, place, stride, n_words, WORDS, POLLS)
-
-
-@dataclass(frozen=True)
-class Rooms:
-    """Where experts of one layer lie in the arena, in bytes from its start: slot s at slots_at + s * slot_stride; miss
-    number t that takes no spare at transient_at + t * transient_stride. All multiples of 16.
-    """
-
-    slots_at: int
-    slot_stride: int
-    transient_at: int
-    transient_stride: int
-
-
-class StepBuffers:
-    """What passes from kernel to kernel within a step's layer: entries (see the module) and intermediate values."""
-
-    def __init__(self, device: torch.device, *, n: int, top_k: int, hidden: int, width: int) -> None:
-        """For n <= 8 rows."""
-        assert 0 < n <= MAX_ROWS
-        entries = n * top_k
-        self.n = n
-        self.top_k = top_k
-        self._hidden, self._width = hidden, width
-        self.experts = torch.full((entries,), -1, dtype=torch.int32, device=device)
-        self.offsets = torch.zeros(entries, dtype=torch.int64, device=device)
-        self.missing = torch.zeros(entries, dtype=torch.int32, device=device)
-        self.chosen_by = torch.zeros(entries, dtype=torch.int32, device=device)
-        self.weights = torch.zeros((entries, MAX_ROWS), dtype=torch.float32, device=device)
-        self.count = torch.zeros(1, dtype=torch.int32, device=device)
-
-    @cached_property
-    def hidden(self) -> Tensor:
-        """Between Triton's two kernels; those in CUDA C++ have their own."""
-        shape = (2, self.n_entries, self.n, self._width)
-        return torch.empty(shape, dtype=torch.bfloat16, device=self.experts.device)
-
-    @cached_property
-    def outputs(self) -> Tensor:
-        """Of each entry, before Triton's second kernel adds them."""
-        return torch.empty((self.n_entries, self.n, self._hidden), dtype=torch.float32, device=self.experts.device)
-
-    @property
-    def n_entries(self) -> int:
-        """Most entries there can be."""
-        return self.experts.numel()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in vars(self).values() if isinstance(t, Tensor))
-
-
-@dataclass(frozen=True)
-class Report:
-    """What the plan of a layer tells the host, int32: routed [rows, top_k], from row first [1] on the ids (-1: none);
-    fetched [n_spares], the expert in each spare or -1."""
-
-    first: Tensor
-    routed: Tensor
-    fetched: Tensor
 
 
 def plan_step(
