@@ -34,6 +34,7 @@ STATES = (
     {"slots": 0},
     {"slots": 2},
     {"slots": 2, "handover": "always"},
+    {"slots": 2, "guesses": False},
     {"slots": 3, "policy": "random"},
     {},
 )
