@@ -68,6 +68,7 @@ def test_a_step_remembers_and_drafts_as_the_model_run_by_hand(opened):
     shifted = torch.cat((torch.zeros_like(trunk[:1]), trunk[:-1]))
     step.remember([(sequence, TOKENS[:n])], shifted)
     step.end()
+    memory.swing.decode.settle()  # reads the report
     assert memory.swing.cache.counters.misses > 0
 
     # two chained drafts behind them, in one step
