@@ -22,6 +22,14 @@ CPU = torch.device("cpu")
 TOLERANCE = {G.F32: 1e-5}  # as two bf16
 
 
+class CountedPrograms(EmulatedPrograms):
+    launches = 0
+
+    def kernel(self, *arguments):
+        self.launches += 1
+        return super().kernel(*arguments)
+
+
 @pytest.fixture
 def linears():
     return Linears(CPU, EmulatedPrograms())
@@ -52,10 +60,26 @@ def test_widths(linears, kind, n_cols):
     close(out, product(x, weight), TOLERANCE.get(kind, 2e-6))
 
 
-def test_several_types_in_one_launch(linears):
-    weights = [random_weight(kind, rows, 256, seed=rows) for kind, rows in ((G.Q4_K, 48), (G.F32, 3), (G.Q6_K, 16))]
+@pytest.mark.parametrize("n_matrices", [3, 5, 6])
+def test_several_types_in_few_launches(n_matrices):
+    """Five matrices are one launch, six are two."""
+    shapes = [(G.Q4_K, 48), (G.F32, 3), (G.Q6_K, 16), (G.Q4_K, 33), (G.F32, 17), (G.Q6_K, 5)][:n_matrices]
+    weights = [random_weight(kind, rows, 256, seed=rows) for kind, rows in shapes]
     x = torch.randn((1, 256), generator=torch.Generator().manual_seed(3))
-    for out, weight in zip(linears(x, weights), weights, strict=True):
+    programs = CountedPrograms()
+    outs = Linears(CPU, programs)(x, weights)
+    assert programs.launches == -(-n_matrices // 5)
+    for out, weight in zip(outs, weights, strict=True):
+        close(out, product(x, weight), TOLERANCE.get(weight.type, 2e-6))
+
+
+def test_five_matrices_whose_tiles_have_several_blocks(monkeypatch):
+    """Each finds its own parts of sums."""
+    monkeypatch.setattr("makeway.kernels.cuda.linear.WARPS", 1)
+    weights = [random_weight(G.Q4_K, rows, 4608, seed=rows) for rows in (16, 33, 5, 48, 17)]
+    assert cut([G.Q4_K] * 5, 4608, rows=[w.n_rows for w in weights], n=2).splits > 1
+    x = torch.randn((2, 4608), generator=torch.Generator().manual_seed(9))
+    for out, weight in zip(Linears(CPU, EmulatedPrograms(reverse=True))(x, weights), weights, strict=True):
         close(out, product(x, weight))
 
 

@@ -22,6 +22,7 @@ def all_kernels(steps: Sequence[int] = (1, 2, 4, 8)) -> list[tuple[tuple[Path, .
         ([G.Q4_K, G.Q4_K, G.Q6_K], 2048, [4096, 512, 512], linear.PLAIN),  # Qwen3-30B: q, k, v
         ([G.Q6_K], 2048, [151936], linear.PLAIN),  # its head
         ([G.Q5_K, G.Q4_K, G.F32, G.F32], 2560, [10240, 6144, 48, 48], linear.PLAIN),  # Flash-Next: qkv, gate, ...
+        ([G.Q4_K] * 3 + [G.Q8_0] * 2, 2560, [12288, 512, 512, 128, 512], linear.PLAIN),  # q, k, v, an indexer's two
         ([G.F32, G.F32, G.Q8_0, G.Q8_0], 2560, [512, 1, 640, 640], linear.PLAIN),  # router and shared expert
         ([G.Q8_0], 640, [2560], linear.SWIGLU),  # shared down
         ([G.Q8_0], 320, [10240], linear.SILU),  # mixer up, where `mix` has no kernel

@@ -1,4 +1,4 @@
-// Up to four matrices times the same one to eight activations; at the end, the mixer of hyper-connections.
+// Up to five matrices times the same one to eight activations; at the end, the mixer of hyper-connections.
 //
 // A block has one tile of 16 rows at a time; each of its warps multiplies one unit of the columns. Sums of units are added
 // in groups, in order, then the groups, in order: a row's bits depend neither on the number of activations nor on
@@ -172,9 +172,10 @@ DEVICE void run_kind(const Matrix& m, const S& split, const V& values, int tile,
 template <u64 KINDS, int MATRICES, int UK, int PROLOGUE, int N, int LOOPS, int UNITS, int OF_GROUP, int GROUPS, int BLOCKS>
 KERNEL(OF_GROUP * GROUPS * 32, BLOCKS)
 linears_kernel(const float* x, const float* up, const float* gate, i32 x_stride, i32 up_stride, float scale,
-               const u8* raw0, const u8* raw1, const u8* raw2, const u8* raw3, float* out0, float* out1, float* out2,
-               float* out3, i32 rows0, i32 rows1, i32 rows2, i32 rows3, i32 kind0, i32 kind1, i32 kind2, i32 kind3,
-               i32 bytes0, i32 bytes1, i32 bytes2, i32 bytes3, i32 end0, i32 end1, i32 end2, float* parts, i32* counters) {
+               const u8* raw0, const u8* raw1, const u8* raw2, const u8* raw3, const u8* raw4, float* out0, float* out1,
+               float* out2, float* out3, float* out4, i32 rows0, i32 rows1, i32 rows2, i32 rows3, i32 rows4, i32 kind0,
+               i32 kind1, i32 kind2, i32 kind3, i32 kind4, i32 bytes0, i32 bytes1, i32 bytes2, i32 bytes3, i32 bytes4,
+               i32 end0, i32 end1, i32 end2, i32 end3, float* parts, i32* counters) {
     const Values<PROLOGUE> values{x, up, gate, x_stride, up_stride, scale};
     const int block = block_x();
     Matrix m{raw0, out0, bytes0, rows0, kind0};
@@ -194,8 +195,14 @@ linears_kernel(const float* x, const float* up, const float* gate, i32 x_stride,
     if (MATRICES > 3 && block >= end2) {
         m = {raw3, out3, bytes3, rows3, kind3};
         begin = end2;
-        end = n_blocks_x();
+        end = MATRICES > 4 ? end3 : n_blocks_x();
         place += (rows2 + ROWS - 1) / ROWS;
+    }
+    if (MATRICES > 4 && block >= end3) {
+        m = {raw4, out4, bytes4, rows4, kind4};
+        begin = end3;
+        end = n_blocks_x();
+        place += (rows3 + ROWS - 1) / ROWS;
     }
     const Split<UNITS, OF_GROUP, GROUPS> split{parts, counters, place};
     run_kind<KINDS, UK, N, LOOPS>(m, split, values, block - begin, end - begin);

@@ -28,14 +28,14 @@ KINDS = (
 MAX_ROWS = 8
 MAX_SHARED = 99 << 10  # bytes of a block on sm_86
 MAX_SHARED_HOPPER = 227 << 10  # on sm_90
-TOGETHER = 4  # matrices of a launch
+TOGETHER = 5  # matrices of a launch: queries, keys, values and an indexer's two
 WARPS = 16  # of a block
 PROCESSORS = 132  # of an H200
 SUMS = 8 * 20 * 4  # bytes of a warp's sums of one set
 TILE = 16  # rows of the matrix
 PLAIN, SILU, SWIGLU = 0, 1, 2
 INSTRUCTIONS_A_CYCLE = 2.5  # of a multiprocessor; most are integers, which run at half rate
-PARAMETERS = "ppp" + "ii" + "f" + 4 * "p" + 4 * "p" + 4 * "i" + 4 * "i" + 4 * "i" + "iii" + "pp"
+PARAMETERS = "ppp" + "ii" + "f" + TOGETHER * "pp" + TOGETHER * "iii" + (TOGETHER - 1) * "i" + "pp"
 MIX_PARAMETERS = "ppppppiiii"
 
 
@@ -281,7 +281,7 @@ class Linears:
                 *(0,) * missing,
                 *(w.raw.shape[1] for w in weights),
                 *(0,) * missing,
-                *ends[:3],
+                *ends[: TOGETHER - 1],
                 self._parts,
                 self._counters,
             ),
