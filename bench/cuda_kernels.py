@@ -36,6 +36,7 @@ from makeway.kernels import Weight
 from makeway.kernels.cuda.experts import StepExpertKernels
 from makeway.kernels.cuda.linear import Linears, has_kernel
 from makeway.kernels.cuda.programs import Programs
+from makeway.kernels.triton import fused
 
 DEVICE = torch.device("cuda")
 GROUPS = (
@@ -81,6 +82,38 @@ def run_group(name: str, group: Group, linears: Linears) -> list[dict]:
         if row["right"]:
             some = x[:n]
             row["us"], _ = time_us([functools.partial(linears, some, w) for w in group.copies])
+        found.append(row)
+    return found
+
+
+def run_mixer(linears: Linears, *, hidden: int = 2560, n_streams: int = 4) -> list[dict]:
+    """The end of Flash-Next's mixers, beside its two launches as they are where it has no kernel."""
+    ups = Group(((G.Q8_0, n_streams * hidden),), 320)
+    low, normed, raw = (torch.randn(8, size, device=DEVICE) for size in (320, n_streams * hidden, n_streams))
+    (up,) = ups.copies[0]
+
+    def mix(w: Weight, first: int = 0, n: int = 8) -> tuple[torch.Tensor, torch.Tensor | None]:
+        rows = slice(first, first + n)
+        return linears.mix(low[rows], w, normed=normed[rows], raw_inject=raw[rows], n_streams=n_streams)
+
+    def apart(w: Weight, n: int) -> None:
+        (gates,) = linears(low[:n], [w], silu_scale=1.0 / n_streams)
+        fused.mixed(gates, normed[:n], raw[:n], n_streams=n_streams, n_parts=0)
+
+    gates = torch.sigmoid(torch.nn.functional.silu(low.double() / n_streams) @ up.decode().double().T)
+    expected = (gates * normed.double()).view(8, n_streams, hidden).mean(dim=1)
+    x, inject = mix(up)
+    error = float((x.double() - expected).norm() / expected.norm())
+    assert inject is not None
+    right = error < 2e-5 and torch.allclose(inject, 2.0 * torch.sigmoid(raw / n_streams), rtol=1e-5, atol=1e-6)
+    right = right and all(torch.equal(mix(up, i, n)[0], x[i : i + n]) for n in (1, 2, 4) for i in (0, 3))
+    found = []
+    for n in (1, 4, 8):
+        n_bytes = ups.n_bytes + n * normed[0].nbytes
+        row = {"name": "Flash-Next mixer end", "n": n, "bytes": n_bytes, "error": error, "right": right}
+        if right:
+            row["us"], _ = time_us([functools.partial(mix, w, 0, n) for (w,) in ups.copies])
+            row["two launches_us"], _ = time_us([functools.partial(apart, w, n) for (w,) in ups.copies])
         found.append(row)
     return found
 
@@ -172,6 +205,8 @@ def main() -> None:
     for name, matrices, n_cols in cases:
         if args.only in name:
             show(run_group(name, Group(matrices, n_cols), linears))
+    if args.only in "Flash-Next mixer end":
+        show(run_mixer(linears))
     for name, layout, n_experts, top_k in LAYERS:
         if args.only in f"{name} experts":
             show(run_layer(name, Layer(layout, n_experts, top_k), kernels))
