@@ -52,9 +52,9 @@ def mixer(device, *, rank, hidden, n_streams, with_inject=True):
     return MixerWeights(torch.rand(width, device=device) + 0.5, *weights)
 
 
-@pytest.mark.parametrize(("n_streams", "rank", "launches"), [(4, 64, 1), (4, 512, 2), (1, 64, 2)])
+@pytest.mark.parametrize(("n_streams", "rank", "launches"), [(4, 64, 1), (4, 512, 2)])
 def test_a_mixer_ends_in_one_launch_where_its_rank_is_a_unit(n_streams, rank, launches, device, monkeypatch):
-    """Beside matrices in CUDA C++, emulated where there is no GPU; other ranks and numbers of streams as in Triton."""
+    """Beside matrices in CUDA C++, emulated where there is no GPU; other ranks take Triton's kernel for it."""
     ends = []
     whole = fused.mixed
     monkeypatch.setattr(fused, "mixed", lambda *args, **options: ends.append(1) or whole(*args, **options))
