@@ -83,7 +83,10 @@ def test_five_matrices_whose_tiles_have_several_blocks(monkeypatch):
         close(out, product(x, weight))
 
 
-@pytest.mark.parametrize("kind", [G.Q4_K, G.Q6_K, G.Q8_0], ids=lambda kind: kind.name)
+SOME = [G.Q6_K, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (G.Q4_K, G.Q8_0))]
+
+
+@pytest.mark.parametrize("kind", SOME, ids=lambda kind: kind.name)
 def test_a_row_has_the_same_bits_in_any_company(kind, monkeypatch):
     """Of 4608 columns the sums are shared by other numbers of blocks for one row and for eight, and on a GPU of one
     processor."""
