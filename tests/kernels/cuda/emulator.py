@@ -23,7 +23,7 @@ from makeway.kernels.cuda.compiler import read_sources
 
 EMULATED = Path(__file__).parent / "emulated"
 CHECKS = ["alignment", "bounds", "shift-exponent"]  # reported by emulate.cpp; no library of the compiler's
-FLAGS = ["-O1", "-std=c++17", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-Wno-unknown-pragmas"]
+FLAGS = ["-O0", "-std=c++17", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-Wno-unknown-pragmas"]
 FLAGS += [f"-fsanitize={','.join(CHECKS)}"]
 GUARD_BYTES = 256  # before and after each array
 GUARD = 0xA5

@@ -126,7 +126,7 @@ def test_equal_scores_go_to_the_lower_block(n_select, device):
 
 
 @pytest.mark.parametrize("values", ["any", "few", "rising"])
-@pytest.mark.parametrize("n_select", [1, 9])
+@pytest.mark.parametrize("n_select", [pytest.param(1, marks=pytest.mark.slow), 9])
 def test_a_chunk_chooses_alike_by_counts_of_blocks_and_of_groups(values, n_select, device, monkeypatch):
     """Of groups: with more good blocks in one group than elsewhere, counts are too low, and the choice is not."""
     sizes = [(597, 8), (300, 2)]
