@@ -13,11 +13,9 @@ from pathlib import Path
 
 import torch
 import triton
-from bench.prefill_kernels import BLOCK_TOKENS, CUDA, RATIO, SELECT, Bench
-from rich.console import Console
+from bench.prefill_kernels import BLOCK_TOKENS, CUDA, RATIO, SELECT, Bench, run_script
 
 from makeway.bench.report import Report
-from makeway.errors import UserError
 from makeway.kernels import KVLayer, Rows, Span
 from makeway.kernels.triton import fused, index
 from makeway.kernels.triton.choose import IndexScratch
@@ -136,25 +134,18 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--results", type=Path, default=Path("bench", "results"))
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("error: tiles are compared on a CUDA GPU, and torch finds none", file=sys.stderr)
-        return 2
-    report = Report("chunk-tiles", ["bench/chunk_tiles.py", *sys.argv[1:]], kernels=("triton",))
-    bench = Bench(report, options.repeats)
     others: dict[str, Callable[[Bench, int], None]] = {"norms": bench_norms, "choice": bench_choice}
     names = [name for name in options.only if name not in others]
-    try:
-        bench.take_ceilings()
-        for name, run in others.items():
+
+    def measure_all(bench: Bench) -> None:
+        for name, measure in others.items():
             if not options.only or name in options.only:
-                run(bench, options.rows)
+                measure(bench, options.rows)
         if names or not options.only:
             bench_products(bench, options.rows, names)
-        report.finish(options.results, Console(highlight=False, width=120))
-    except UserError as fault:
-        print(f"error: {fault}", file=sys.stderr)
-        return 2
-    return 0
+
+    report = Report("chunk-tiles", ["bench/chunk_tiles.py", *sys.argv[1:]], kernels=("triton",))
+    return run_script(report, measure_all, repeats=options.repeats, results=options.results)
 
 
 if __name__ == "__main__":

@@ -352,19 +352,30 @@ def bench_conv(bench: Bench, n: int) -> None:
     bench.time(f"convolution {n}", run, n_bytes=float(x.nbytes + out.nbytes))
 
 
+def run_script(report: Report, measure_all: Callable[[Bench], None], *, repeats: int, results: Path) -> int:
+    """The exit status of a script that measures kernels: shows and writes the report, or says what is wrong."""
+    if not torch.cuda.is_available():
+        print("error: kernels are measured on a CUDA GPU, and torch finds none", file=sys.stderr)
+        return 2
+    bench = Bench(report, repeats)
+    try:
+        bench.take_ceilings()
+        measure_all(bench)
+        report.finish(results, Console(highlight=False, width=120))
+    except UserError as fault:
+        print(f"error: {fault}", file=sys.stderr)
+        return 2
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768])
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--results", type=Path, default=Path("bench", "results"))
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("error: the prefill kernels are measured on a CUDA GPU, and torch finds none", file=sys.stderr)
-        return 2
-    report = Report("prefill-kernels", ["bench/prefill_kernels.py", *sys.argv[1:]], kernels=("triton",))
-    bench = Bench(report, options.repeats)
-    try:
-        bench.take_ceilings()
+
+    def measure_all(bench: Bench) -> None:
         for n_tokens in options.tokens:
             bench_experts(bench, n_tokens)
         for n in (2048, 8192):
@@ -372,11 +383,9 @@ def main() -> int:
             bench_delta(bench, n)
             bench_conv(bench, n)
         bench_attention(bench, 8192)
-        report.finish(options.results, Console(highlight=False, width=120))
-    except UserError as fault:
-        print(f"error: {fault}", file=sys.stderr)
-        return 2
-    return 0
+
+    report = Report("prefill-kernels", ["bench/prefill_kernels.py", *sys.argv[1:]], kernels=("triton",))
+    return run_script(report, measure_all, repeats=options.repeats, results=options.results)
 
 
 if __name__ == "__main__":

@@ -230,8 +230,8 @@ class Loop:
         """The last answer has ended: decoding is over, and there is time to look at its last step."""
         if self.phase is Phase.DECODE and not self.scheduler.n_decoding:
             swing = self._memory.swing
-            if swing.decode is not None:
-                swing.decode.settle()
+            assert swing.decode is not None
+            swing.decode.settle()
             swing.phases.to(Phase.IDLE)
 
     def _with_room(self, requests: list[Request]) -> list[Request]:

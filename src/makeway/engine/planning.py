@@ -25,7 +25,6 @@ DEFAULT_CONTEXT = 8192
 ROOMY_CHUNK = 512  # tokens of a chunk that a CPU is given room for
 CHUNK_BYTES = 1 << 30  # activations between the kernels of a chunk, which torch allocates beside the arena
 SCRATCH_BYTES = CHUNK_BYTES + (256 << 20)  # the same, what the kernels share, and what the allocator leaves unused
-
 GUESSES = 4  # a layer: as many copies as hide behind a layer's computation on the GPUs we know
 
 

@@ -59,15 +59,6 @@ class Told:
     guessed: Tensor
 
 
-@dataclass(frozen=True)
-class _Open:
-    """Guesses that no plan has taken yet. `x` may not be overwritten meanwhile."""
-
-    x: Tensor
-    guesses: Guesses
-    source: Source
-
-
 class Guesser:
     """Guesses are found beside this layer's plan, and fetched behind its misses. Lists and rooms are there twice: one
     layer's are read while the next one's are filled."""
@@ -78,7 +69,7 @@ class Guesser:
         self._n, self._rooms_at, self._room_bytes = n, rooms_at, room_bytes
         self._multiply = multiply
         self._lists = tuple(Guesses.empty(n, device) for _ in range(2))
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, Tensor] = {}  # layers that nobody has joined, and their inputs, which must stay meanwhile
         self._asks, self._fetches = _Beside(device), _Beside(device)
 
     def ask(
@@ -90,20 +81,18 @@ class Guesser:
         top_k: int,
         told: Told,
         slots: tuple[int, int],
-        source: Source,
         live: Tensor | None,
     ) -> None:
         """Guess `layer`'s misses from x f32 [n, hidden], which the current stream has made. slots: where the layer's
         slot 0 lies in the arena, and how far the next one is."""
         place = layer % 2
-        guesses = self._lists[place]
-        self._open[layer] = _Open(x, guesses, source)
+        self._open[layer] = x
         self._asks.wait_for_current()
         self._asks.wait_for(self._fetches, place)  # the list's copies two layers back
         with self._asks.running(place):
             ids, _ = route(self._multiply(x, router), top_k)
             guess_step(
-                guesses,
+                self._lists[place],
                 ids,
                 slot_of=told.slot_of,
                 wanted=told.wanted,
@@ -115,22 +104,21 @@ class Guesser:
                 live=live,
             )
 
-    def fetch(self, layer: int) -> None:
+    def fetch(self, layer: int, source: Source) -> None:
         """Fetch what was guessed, once the current stream has got here: its own misses go first."""
-        opened = self._open[layer]
-        self._fetches.wait_for(self._asks, layer % 2)
+        place = layer % 2
+        guesses = self._lists[place]
+        self._fetches.wait_for(self._asks, place)
         self._fetches.wait_for_current()
-        with self._fetches.running(layer % 2):
-            guesses = opened.guesses
-            fetch_guesses(opened.source, guesses.experts, guesses.offsets, arrived=guesses.arrived)
+        with self._fetches.running(place):
+            fetch_guesses(source, guesses.experts, guesses.offsets, arrived=guesses.arrived)
 
     def join(self, layer: int) -> Guesses | None:
         """The current stream waits for the list of `layer`'s guesses, not for the copies; None when nobody made any."""
-        opened = self._open.pop(layer, None)
-        if opened is None:
+        if self._open.pop(layer, None) is None:
             return None
         self._asks.let_current_wait(layer % 2)
-        return opened.guesses
+        return self._lists[layer % 2]
 
     def end_pass(self) -> None:
         """The current stream waits for all copies."""

@@ -117,7 +117,7 @@ class DeviceExperts:
             guesses=guesses,
         )
         if self._guesser is not None and next_router is not None:
-            self._guesser.fetch(layer + 1)
+            self._guesser.fetch(layer + 1, self._source(layer + 1))
         gate, up, down = stored.shapes
         layout = kernels.ExpertLayout(gate.type, up.type, down.type, gate.n_cols, gate.n_rows)
         if self._cuda is not None and cuda.can_run(layout):
@@ -144,7 +144,6 @@ class DeviceExperts:
             top_k=self._cache.plan.layers[layer].top_k,
             told=told,
             slots=(rooms.slots_at, rooms.slot_stride),
-            source=self._source(layer),
             live=live,
         )
 

@@ -138,18 +138,10 @@ struct SharedRow {
     DEVICE float half_at(int at) const { return half_to_float(*reinterpret_cast<const u16*>(row + at)); }
 };
 
-template <>
-struct Block<Q6_K> : SharedRow {
-    static constexpr bool HALVES = true, BY_16 = true, HAS_MINIMA = false, SIGNED = false;
-    static constexpr bool IN_INTEGERS = true;
-    static constexpr int COLUMNS = 256, BYTES = 210, BIAS = 32;
+// A block whose 16 scales are signed bytes, and whose codes are all too large by the same number.
+struct SignedScales : SharedRow {
     u32 scales[4];
 
-    DEVICE void prepare() {
-#pragma unroll
-        for (int i = 0; i < 4; i++) scales[i] = shared_word(row + 192 + 4 * i);
-    }
-    DEVICE float block_scale() const { return half_at(208); }
     template <int s, int half>
     DEVICE i32 scale() const {
         return signed_byte_of<2 * (s % 2) + half>(scales[s / 2]);
@@ -159,6 +151,18 @@ struct Block<Q6_K> : SharedRow {
         out[0] = four_of_byte<2 * (s % 2)>(scales[s / 2]);
         out[1] = four_of_byte<2 * (s % 2) + 1>(scales[s / 2]);
     }
+};
+
+template <>
+struct Block<Q6_K> : SignedScales {
+    static constexpr bool HALVES = true, BY_16 = true, HAS_MINIMA = false, SIGNED = false;
+    static constexpr bool IN_INTEGERS = true;
+    static constexpr int COLUMNS = 256, BYTES = 210, BIAS = 32;
+    DEVICE void prepare() {
+#pragma unroll
+        for (int i = 0; i < 4; i++) scales[i] = shared_word(row + 192 + 4 * i);
+    }
+    DEVICE float block_scale() const { return half_at(208); }
     template <int s>
     DEVICE void codes(u32 (&out)[2]) const {
         constexpr int half = s / 4, quarter = s % 4;
@@ -205,12 +209,10 @@ struct Block<Q2_K> : SharedRow {
 };
 
 template <>
-struct Block<Q3_K> : SharedRow {
+struct Block<Q3_K> : SignedScales {
     static constexpr bool HALVES = true, BY_16 = true, HAS_MINIMA = false, SIGNED = false;
     static constexpr bool IN_INTEGERS = true;
     static constexpr int COLUMNS = 256, BYTES = 110, BIAS = 4;
-    u32 scales[4];  // signed bytes
-
     DEVICE void prepare() {
         const u32 low = shared_word(row + 96), high = shared_word(row + 100), top = shared_word(row + 104);
         scales[0] = and_or(top << 4, 0x30303030, low & NIBBLES);
@@ -221,15 +223,6 @@ struct Block<Q3_K> : SharedRow {
         for (int i = 0; i < 4; i++) scales[i] = (scales[i] + 0x60606060) ^ 0x80808080;  // less 32, no borrow between bytes
     }
     DEVICE float block_scale() const { return half_at(108); }
-    template <int s, int half>
-    DEVICE i32 scale() const {
-        return signed_byte_of<2 * (s % 2) + half>(scales[s / 2]);
-    }
-    template <int s>
-    DEVICE void beside(u32 (&out)[2]) const {
-        out[0] = four_of_byte<2 * (s % 2)>(scales[s / 2]);
-        out[1] = four_of_byte<2 * (s % 2) + 1>(scales[s / 2]);
-    }
     template <int s>
     DEVICE void codes(u32 (&out)[2]) const {
 #pragma unroll
