@@ -17,7 +17,7 @@ from bench.prefill_kernels import BLOCK_TOKENS, CUDA, RATIO, SELECT, Bench, run_
 
 from makeway.bench.report import Report
 from makeway.kernels import KVLayer, Rows, Span
-from makeway.kernels.triton import fused, index
+from makeway.kernels.triton import fused, index, streams
 from makeway.kernels.triton.choose import IndexScratch
 from makeway.kernels.triton.chunk_linear import FEW, NARROW, dense
 from makeway.kernels.triton.gemm import HOPPER, Tile
@@ -77,7 +77,7 @@ def bench_norms(bench: Bench, n: int) -> None:
     sizes = {"D": HIDDEN, "PADDED": triton.next_power_of_2(HIDDEN), "ADD": True, "WHOLE": False, "PARTS": 1}
     for warps in (2, 4, 8, 16):
         arguments = (h, inject * 0, added, gamma, h, parts, parts, parts.numel(), 1e-6)
-        run = partial(fused.stream_norm_kernel[(n, STREAMS)], *arguments, **sizes, num_warps=warps, **overlap(CUDA))
+        run = partial(streams.stream_norm_kernel[(n, STREAMS)], *arguments, **sizes, num_warps=warps, **overlap(CUDA))
         mark = " *" if warps == 8 else ""
         bench.time(f"norm of streams: w{warps}{mark}", run, n_bytes=2.0 * h.nbytes + added.nbytes + parts.nbytes)
     up, x = torch.randn((n, STREAMS * HIDDEN), device=CUDA).bfloat16(), torch.empty((n, HIDDEN), device=CUDA)
@@ -86,7 +86,7 @@ def bench_norms(bench: Bench, n: int) -> None:
         arguments = (up, parts, inject, x, low, inject.clone(), x.numel(), HIDDEN, STREAMS)
         sizes = {"N_STREAMS": STREAMS, "PADDED_STREAMS": STREAMS, "BLOCK": block, "INJECT": True, "WHOLE": False}
         grid = (n, triton.cdiv(HIDDEN, block))
-        run = partial(fused.mix_kernel[grid], *arguments, **sizes, PARTS=1, num_warps=warps, **overlap(CUDA))
+        run = partial(streams.mix_kernel[grid], *arguments, **sizes, PARTS=1, num_warps=warps, **overlap(CUDA))
         mark = " *" if (block, warps) == (256, 2) else ""
         bench.time(f"mix of streams: {block} w{warps}{mark}", run, n_bytes=2.0 * up.nbytes + low.nbytes)
     value, gate = torch.randn((n, HEADS, HEAD_DIM), device=CUDA), torch.randn((n, HEADS * HEAD_DIM), device=CUDA)

@@ -36,7 +36,7 @@ from makeway.kernels import Weight
 from makeway.kernels.cuda.experts import StepExpertKernels
 from makeway.kernels.cuda.linear import Linears, has_kernel
 from makeway.kernels.cuda.programs import Programs
-from makeway.kernels.triton import fused
+from makeway.kernels.triton import streams
 
 DEVICE = torch.device("cuda")
 GROUPS = (
@@ -98,7 +98,7 @@ def run_mixer(linears: Linears, *, hidden: int = 2560, n_streams: int = 4) -> li
 
     def apart(w: Weight, n: int) -> None:
         (gates,) = linears(low[:n], [w], silu_scale=1.0 / n_streams)
-        fused.mixed(gates, normed[:n], raw[:n], n_streams=n_streams, n_parts=0)
+        streams.mixed(gates, normed[:n], raw[:n], n_streams=n_streams, n_parts=0)
 
     gates = torch.sigmoid(torch.nn.functional.silu(low.double() / n_streams) @ up.decode().double().T)
     expected = (gates * normed.double()).view(8, n_streams, hidden).mean(dim=1)

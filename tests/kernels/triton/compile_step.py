@@ -10,7 +10,19 @@ from collections.abc import Iterator
 from typing import Any
 
 from makeway.gguf.types import GGMLType
-from makeway.kernels.triton import attend, attend_input, choose, conv, delta, fused, index, linears, moe_input, small
+from makeway.kernels.triton import (
+    attend,
+    attend_input,
+    choose,
+    conv,
+    delta,
+    fused,
+    index,
+    linears,
+    moe_input,
+    small,
+    streams,
+)
 from makeway.kernels.triton.linear import tiling
 from makeway.kernels.triton.unpack import planes_for
 from tests.kernels.triton.compile_kernels import compiled
@@ -121,13 +133,13 @@ def others() -> Iterator[Case]:
     sizes = {"EXPERTS": 512, "PADDED": 512, "TOP_K": 10, "PADDED_K": 16, "num_warps": 1}
     yield "route", small.route_kernel, sizes, TYPES
     sizes = {"D": 2560, "PADDED": 4096, "ADD": True, "WHOLE": True, "PARTS": 2, "num_warps": 8}
-    yield "stream norm", fused.stream_norm_kernel, sizes, PARTS
+    yield "stream norm", streams.stream_norm_kernel, sizes, PARTS
     yield "PLE gate", fused.ple_gate_kernel, {"D": 2560, "PADDED": 4096, "num_warps": 8}, PARTS
-    yield "streams combined", fused.combine_kernel, {"BLOCK": 1024, "num_warps": 4}, PARTS
+    yield "streams combined", streams.combine_kernel, {"BLOCK": 1024, "num_warps": 4}, PARTS
     yield "silu", fused.silu_kernel, {"BLOCK": 512, "PARTS": 2, "num_warps": 4}, PARTS
     sizes = {"N_STREAMS": 4, "PADDED_STREAMS": 4, "BLOCK": 256, "INJECT": True, "WHOLE": True}
     sizes |= {"PARTS": 2, "num_warps": 2}
-    yield "streams mixed", fused.mix_kernel, sizes, PARTS
+    yield "streams mixed", streams.mix_kernel, sizes, PARTS
     yield "swiglu", fused.swiglu_kernel, {"BLOCK": 512, "PARTS": 2, "num_warps": 4}, PARTS
     for d in (2048, 2560):
         sizes = {"D": d, "PADDED": 1 << (d - 1).bit_length(), "ADD": True, "PARTS": 2, "num_warps": 8}

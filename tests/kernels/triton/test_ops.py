@@ -9,7 +9,7 @@ from makeway.gguf.types import GGMLType
 from makeway.kernels import REFERENCE, MixerWeights, Weight
 from makeway.kernels.cuda.linear import Linears
 from makeway.kernels.cuda.programs import Programs
-from makeway.kernels.triton import fused
+from makeway.kernels.triton import streams
 from makeway.kernels.triton.ops import triton_ops
 from tests.conftest import golden_path
 from tests.kernels.cuda.emulated_programs import EmulatedPrograms
@@ -56,8 +56,8 @@ def mixer(device, *, rank, hidden, n_streams, with_inject=True):
 def test_a_mixer_ends_in_one_launch_where_its_rank_is_a_unit(n_streams, rank, launches, device, monkeypatch):
     """Beside matrices in CUDA C++, emulated where there is no GPU; other ranks take Triton's kernel for it."""
     ends = []
-    whole = fused.mixed
-    monkeypatch.setattr(fused, "mixed", lambda *args, **options: ends.append(1) or whole(*args, **options))
+    whole = streams.mixed
+    monkeypatch.setattr(streams, "mixed", lambda *args, **options: ends.append(1) or whole(*args, **options))
     ops = triton_ops(device, Linears(device, EmulatedPrograms() if device.type == "cpu" else Programs()))
     torch.manual_seed(5)
     for with_inject in (True, False):

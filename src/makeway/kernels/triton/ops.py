@@ -14,7 +14,7 @@ from torch import Tensor
 from makeway.kernels import MixerWeights, Ops, reference
 from makeway.kernels.rows import DeltaState, KVLayer, Rows
 from makeway.kernels.triton import chunk_linear as chunks
-from makeway.kernels.triton import conv, delta, fused, index, linear, small
+from makeway.kernels.triton import conv, delta, fused, index, linear, small, streams
 from makeway.kernels.triton.attend import attend, write_kv
 from makeway.kernels.triton.attend_input import attend_input
 from makeway.kernels.triton.choose import IndexScratch
@@ -124,7 +124,7 @@ class TritonOps:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         n, n_streams, _ = h.shape
         n_parts = self._n_parts(n)
-        h, normed, parts = fused.stream_norm(h, w.norm, eps=eps, n_parts=n_parts, added=added)
+        h, normed, parts = streams.stream_norm(h, w.norm, eps=eps, n_parts=n_parts, added=added)
         self._remember(normed, parts)
         low, *rest = self.linears(normed, (w.down,) if w.inject is None else (w.down, w.inject))
         raw_inject = rest[0] if rest else None
@@ -136,7 +136,7 @@ class TritonOps:
             low_parts = fused.silu_parts(low, scale=1.0 / n_streams, n_parts=_n_parts(n))
             # a chunk's is read once, by what comes next, and is as wide as all streams: half the bytes, twice
             up = self._multiply_or(low_parts, w.up, torch.float32 if n <= linear.MAX_ROWS else torch.bfloat16)
-        x, parts, inject = fused.mixed(up, normed, raw_inject, n_streams=n_streams, n_parts=n_parts)
+        x, parts, inject = streams.mixed(up, normed, raw_inject, n_streams=n_streams, n_parts=n_parts)
         self._remember(x, parts)
         return h, x, inject
 
@@ -283,7 +283,7 @@ def triton_ops(device: torch.device, step: StepLinears | None = None) -> Ops:
         add_norm=ops.add_norm,
         attend_input=attend_input,
         hc_mix=ops.hc_mix,
-        hc_combine=fused.hc_combine,
+        hc_combine=streams.hc_combine,
         ple_gate=fused.ple_gate,
         gated_delta=ops.gated_delta,
         moe_input=ops.moe_input,
