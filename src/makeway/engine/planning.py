@@ -25,14 +25,14 @@ DEFAULT_CONTEXT = 8192
 ROOMY_CHUNK = 512  # tokens of a chunk that a CPU is given room for
 CHUNK_BYTES = 1 << 30  # activations between the kernels of a chunk, which torch allocates beside the arena
 SCRATCH_BYTES = CHUNK_BYTES + (256 << 20)  # the same, what the kernels share, and what the allocator leaves unused
-GUESSES = 4  # a layer: as many copies as hide behind a layer's computation on the GPUs we know
+GUESSES = 8  # a layer: four in each round
 
 
 @dataclass(frozen=True)
 class Numbers:
     """What a backend means for a plan: type of the KV cache unless asked for, bytes of a value of the residual and of
     the input of a sweep's experts, VRAM that stays unplanned, how much of it passes between a chunk's kernels, and the
-    misses of a layer that decode guesses, at most: a power of two."""
+    misses of a layer that decode guesses, at most: a power of two in each round."""
 
     kv_type: str
     residual_itemsize: int

@@ -1,12 +1,13 @@
-"""Misses of the next layer, guessed and fetched while this layer's experts and the next mixer run.
+"""Misses of the layers ahead, guessed and fetched while this layer's experts and the mixers behind it run.
 
 Owns two streams beside the step's own, the lists of guesses, and how many a layer may make. Never decides what runs:
-the next layer's plan takes from the list what it needs and fetches the rest.
+a layer's plan takes from its list what it needs and fetches the rest.
 Hazard: a wrong guess costs the link as much as a right one, so a layer that is wrong more often than right stops, and
 tries again now and then.
 
-The guess is what the next layer's router says of this layer's input: the residual changes little from one layer to the
-next. Known from Eliseev and Mazur, Fast Inference of Mixture-of-Experts Language Models with Offloading, section 3.2.
+The guess is what a later layer's router says of this layer's input: the residual changes little from one layer to the
+next. It is made in rounds: two layers ahead, when a copy has time, and again one layer ahead, of what was not guessed
+then. Known from Eliseev and Mazur, Fast Inference of Mixture-of-Experts Language Models with Offloading, section 3.2.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,10 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from makeway.experts.slots import NONE
 from makeway.kernels import Weight
 from makeway.kernels.triton.fetch import Source, fetch_guesses
 from makeway.kernels.triton.guess import Guesses, guess_step
 from makeway.kernels.triton.small import route
+from makeway.memory.sizes import GUESS_LISTS, GUESS_ROUNDS
 
 LEAST_RIGHT = 0.5  # share of a layer's guesses: a right one hides a copy, a wrong one delays another by as much
 MEMORY = 0.97  # weight that a step's guesses keep until the next
@@ -59,22 +62,31 @@ class Told:
     guessed: Tensor
 
 
+def rounds_from(layer: int, n_layers: int) -> list[tuple[int, int]]:
+    """Layers to be guessed from a layer's input, the next one first, and the number of the round; the first layer's
+    input is all there is for those that have no layer so far ahead of them."""
+    rounds = [(layer + ahead, i) for i, ahead in enumerate(GUESS_ROUNDS)]
+    return [(target, i) for target, i in reversed(rounds) if target < n_layers]
+
+
 class Guesser:
-    """Guesses are found beside this layer's plan, and fetched behind its misses. Lists and rooms are there twice: one
-    layer's are read while the next one's are filled."""
+    """Guesses are found beside this layer's plan, and fetched behind its misses. A layer's list and rooms are those of
+    the layer GUESS_LISTS before: one layer's are read while the next ones' are filled."""
 
     def __init__(self, n: int, *, rooms_at: int, room_bytes: int, multiply: Multiply, device: torch.device) -> None:
-        """`n` guesses a layer, a power of two; 2 n rooms of `room_bytes` lie at byte `rooms_at` of the arena.
-        `multiply`: by a router, on any stream."""
+        """`n` guesses a layer, a power of two in each round; GUESS_LISTS n rooms of `room_bytes` lie at byte `rooms_at`
+        of the arena. `multiply`: by a router, on any stream."""
+        assert n % len(GUESS_ROUNDS) == 0
         self._n, self._rooms_at, self._room_bytes = n, rooms_at, room_bytes
         self._multiply = multiply
-        self._lists = tuple(Guesses.empty(n, device) for _ in range(2))
-        self._open: dict[int, Tensor] = {}  # layers that nobody has joined, and their inputs, which must stay meanwhile
+        self._lists = tuple(Guesses.empty(n, device) for _ in range(GUESS_LISTS))
+        self._open: dict[int, list[Tensor]] = {}  # layers nobody has joined, and what was asked with, which must stay
         self._asks, self._fetches = _Beside(device), _Beside(device)
 
     def ask(
         self,
         layer: int,
+        turn: int,
         x: Tensor,
         router: Weight,
         *,
@@ -83,31 +95,38 @@ class Guesser:
         slots: tuple[int, int],
         live: Tensor | None,
     ) -> None:
-        """Guess `layer`'s misses from x f32 [n, hidden], which the current stream has made. slots: where the layer's
-        slot 0 lies in the arena, and how far the next one is."""
-        place = layer % 2
-        self._open[layer] = x
+        """Round `turn` of `layer`'s guesses, from x f32 [n, hidden], which the current stream has made. slots: where
+        the layer's slot 0 lies in the arena, and how far the next one is."""
+        place, n = layer % GUESS_LISTS, self._n // len(GUESS_ROUNDS)
+        guesses, begin = self._lists[place], turn * n
+        is_first = layer not in self._open
+        self._open.setdefault(layer, []).append(x)
         self._asks.wait_for_current()
-        self._asks.wait_for(self._fetches, place)  # the list's copies two layers back
+        if is_first:
+            self._asks.wait_for(self._fetches, place)  # the copies of the layer that had the list before
         with self._asks.running(place):
+            if is_first:  # rounds that had no layer to be asked from
+                guesses.part(0, begin).clear()
+                told.guessed[:begin].fill_(NONE)
             ids, _ = route(self._multiply(x, router), top_k)
             guess_step(
-                self._lists[place],
+                guesses.part(begin, begin + n),
                 ids,
                 slot_of=told.slot_of,
                 wanted=told.wanted,
                 spares=told.spares,
                 limit=told.limit,
-                told=told.guessed,
+                told=told.guessed[begin : begin + n],
                 slots=slots,
-                rooms=(self._rooms_at + place * self._n * self._room_bytes, self._room_bytes),
+                rooms=(self._rooms_at + (place * self._n + begin) * self._room_bytes, self._room_bytes),
                 live=live,
+                earlier=guesses.part(0, begin) if begin else None,
             )
 
-    def fetch(self, layer: int, source: Source) -> None:
-        """Fetch what was guessed, once the current stream has got here: its own misses go first."""
-        place = layer % 2
-        guesses = self._lists[place]
+    def fetch(self, layer: int, turn: int, source: Source) -> None:
+        """Fetch what a round guessed, once the current stream has got here: its own misses go first."""
+        place, n = layer % GUESS_LISTS, self._n // len(GUESS_ROUNDS)
+        guesses = self._lists[place].part(turn * n, turn * n + n)
         self._fetches.wait_for(self._asks, place)
         self._fetches.wait_for_current()
         with self._fetches.running(place):
@@ -117,12 +136,12 @@ class Guesser:
         """The current stream waits for the list of `layer`'s guesses, not for the copies; None when nobody made any."""
         if self._open.pop(layer, None) is None:
             return None
-        self._asks.let_current_wait(layer % 2)
-        return self._lists[layer % 2]
+        self._asks.let_current_wait(layer % GUESS_LISTS)
+        return self._lists[layer % GUESS_LISTS]
 
     def end_pass(self) -> None:
         """The current stream waits for all copies."""
-        for place in range(2):
+        for place in range(GUESS_LISTS):
             self._fetches.let_current_wait(place)
         self.forget()
 
@@ -134,12 +153,11 @@ class Guesser:
 
 
 class _Beside:
-    """A stream beside the current one, and what ran on it last for each of two places; without a GPU everything runs
-    in line."""
+    """A stream beside the current one, and what ran on it last for each list; without a GPU everything runs in line."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._done: list[torch.cuda.Event | None] = [None, None]
+        self._done: list[torch.cuda.Event | None] = [None] * GUESS_LISTS
 
     @contextmanager
     def running(self, place: int) -> Iterator[None]:
@@ -165,4 +183,4 @@ class _Beside:
             torch.cuda.current_stream().wait_event(done)
 
     def forget(self) -> None:
-        self._done = [None, None]
+        self._done = [None] * GUESS_LISTS

@@ -6,6 +6,7 @@ Hazard: a captured step uses what was captured: arena, tables and buffers keep t
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,6 +24,15 @@ from makeway.kernels.triton import experts as kernels
 from makeway.kernels.triton import step_buffers, step_plan
 from makeway.kernels.triton.fetch import Source
 from makeway.kernels.triton.linear import Scratch
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A layer to come, the round of its guesses, and its router."""
+
+    layer: int
+    turn: int
+    router: Weight
 
 
 class DeviceExperts:
@@ -85,11 +95,11 @@ class DeviceExperts:
         *,
         first: int | Tensor,
         live: Tensor | None = None,
-        next_router: Weight | None = None,
+        ahead: Sequence[Ahead] = (),
     ) -> None:
         """Plan, fetch and run; nothing waits for the host. `first`: the row of the report where this pass begins, a
-        captured pass reads it from an int32 [1]; `live` int32 [n]: below 0 where a row is padding. `next_router`: of
-        the layer that this pass runs next, whose misses are guessed."""
+        captured pass reads it from an int32 [1]; `live` int32 [n]: below 0 where a row is padding. `ahead`: layers
+        that this pass runs later, whose misses are guessed; then `end_pass` comes behind the last one."""
         cache, tables, n = self._cache, self._tables, moe.ids.shape[0]
         if n not in self._buffers:
             gate = cache.store.layers[layer].shapes[0]
@@ -99,8 +109,8 @@ class DeviceExperts:
         stored, buffers = cache.store.layers[layer], self._buffers[n]
         guesses = None
         if self._guesser is not None:
-            if next_router is not None:
-                self._ask(layer + 1, moe.x, next_router, live)
+            for one in ahead:
+                self._ask(one, moe.x, live)
             guesses = self._guesser.join(layer)
         first_row = self._first_rows[first : first + 1] if isinstance(first, int) else first
         step_plan.plan_and_fetch(
@@ -116,19 +126,24 @@ class DeviceExperts:
             live=live,
             guesses=guesses,
         )
-        if self._guesser is not None and next_router is not None:
-            self._guesser.fetch(layer + 1, self._source(layer + 1))
+        if self._guesser is not None:
+            for one in ahead:
+                self._guesser.fetch(one.layer, one.turn, self._source(one.layer))
         gate, up, down = stored.shapes
         layout = kernels.ExpertLayout(gate.type, up.type, down.type, gate.n_cols, gate.n_rows)
         if self._cuda is not None and cuda.can_run(layout):
             self._cuda.run(buffers, moe.x, self._arena, layout=layout, acc=moe.acc)
         else:
             kernels.run_experts(buffers, moe.x, self._arena, layout=layout, acc=moe.acc, scratch=self._scratch)
-        if self._guesser is not None and next_router is None:
+
+    def end_pass(self) -> None:
+        """A pass whose misses were guessed ends: nothing it began is under way any more."""
+        if self._guesser is not None:
             self._guesser.end_pass()
 
-    def _ask(self, layer: int, x: Tensor, router: Weight, live: Tensor | None) -> None:
+    def _ask(self, one: Ahead, x: Tensor, live: Tensor | None) -> None:
         assert self._guesser is not None
+        layer = one.layer
         tables, rooms = self._tables, self._rooms(layer)
         told = Told(
             tables.slot_of[layer],
@@ -139,8 +154,9 @@ class DeviceExperts:
         )
         self._guesser.ask(
             layer,
+            one.turn,
             x,
-            router,
+            one.router,
             top_k=self._cache.plan.layers[layer].top_k,
             told=told,
             slots=(rooms.slots_at, rooms.slot_stride),

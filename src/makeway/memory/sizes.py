@@ -24,6 +24,8 @@ SHORT_TOKENS = 256  # a prompt of so many tokens never needs a loan: the room is
 NEVER_TOKENS = 2048  # sweep length that `handover="never"` keeps room for, unless given
 TARGET_SWEEP_TOKENS = 32768  # a smaller chunk and ring are chosen before sweeps get shorter than this
 TILE_ROWS_PER_EXPERT = 256  # (token, expert) rows of MoE scratch per expert of a piece
+GUESS_ROUNDS = (2, 1)  # a layer's misses are guessed so many layers before it, in turn
+GUESS_LISTS = GUESS_ROUNDS[0] + 1  # layers whose guesses are under way at once
 LONGEST_CHUNK = 8192  # tokens; beyond this nothing is gained
 SHORT_PIECE = 16  # experts of a piece when nothing is lent, if three such pieces are worth no more than a slot a layer
 DEFAULT_RESERVE_BYTES = 768 * MIB
@@ -43,7 +45,7 @@ class PlanRequest:
     `host_reserve_bytes` of RAM stay unplanned; `scratch_bytes` of the former are for what passes between the kernels of
     a chunk, and let chunks be longer than the sweep's shape says. `copy_all_tokens`: from so many tokens a sweep copies
     all non-resident experts. `uploads_per_layer`: kept misses per layer and step,
-    so spares per set; two sets exist. `guesses`: misses of the next layer that are fetched ahead, a layer. `mtp`: the
+    so spares per set; two sets exist. `guesses`: misses of a layer that are fetched ahead, in all rounds. `mtp`: the
     drafts come from the MTP block; without it they are guessed from the text, and the block is not loaded.
     """
 
@@ -244,8 +246,8 @@ class Sizes:
 
     @property
     def transient_bytes(self) -> int:
-        """rows x top-k of the largest expert (never more than a layer has), and what is guessed for two layers."""
-        return (self.transient_experts + 2 * self.request.guesses) * self.stride_bytes
+        """rows x top-k of the largest expert (never more than a layer has), and what is guessed for three layers."""
+        return (self.transient_experts + GUESS_LISTS * self.request.guesses) * self.stride_bytes
 
     @cached_property
     def decode_workspace_bytes(self) -> int:

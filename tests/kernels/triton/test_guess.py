@@ -17,7 +17,7 @@ def ints(values, device, dtype=torch.int32):
     return torch.tensor(values, dtype=dtype, device=device)
 
 
-def guess(ids, device, *, limit, n=4, live=None, wanted=(0,) * 8):
+def guess(ids, device, *, limit, n=4, live=None, wanted=(0,) * 8, earlier=None):
     """Experts 4 and 7 are in slots 1 and 0; spares are slots 2 and 3."""
     guesses, told = Guesses.empty(n, device), ints([9] * n, device)
     guesses.arrived.fill_(1)  # of two layers before
@@ -32,6 +32,7 @@ def guess(ids, device, *, limit, n=4, live=None, wanted=(0,) * 8):
         slots=(SLOTS, STRIDE),
         rooms=(GUESSED, STRIDE),
         live=None if live is None else ints(live, device),
+        earlier=earlier,
     )
     assert torch.equal(told, guesses.experts)
     assert not guesses.arrived.any()
@@ -57,6 +58,16 @@ def test_wanted_guesses_take_spares_while_there_are_any(device):
     assert guesses.experts.tolist() == [0, 6, 1, 2]
     assert guesses.spares.tolist() == [0, -1, 1, -1]
     assert guesses.offsets.tolist() == [2 * STRIDE, GUESSED + STRIDE, 3 * STRIDE, GUESSED + 3 * STRIDE]
+
+
+def test_a_later_round_guesses_what_is_new(device):
+    wanted = (1, 0, 0, 0, 0, 1, 0, 1)
+    earlier = guess([[0, 6]], device, limit=4, wanted=wanted)
+    assert earlier.spares.tolist() == [0, -1, -1, -1]
+    guesses = guess([[6, 5, 0, 2]], device, limit=4, wanted=wanted, earlier=earlier)
+    assert guesses.experts.tolist() == [5, 2, -1, -1]
+    assert guesses.spares.tolist() == [1, -1, -1, -1]
+    assert guesses.offsets[:2].tolist() == [3 * STRIDE, GUESSED + STRIDE]
 
 
 def plan(ids, guesses, device, *, wanted=(0,) * 8):

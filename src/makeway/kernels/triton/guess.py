@@ -21,7 +21,7 @@ from makeway.kernels.triton.launch import begin, overlap
 class Guesses:
     """Up to G guesses of a layer, int32 but for offsets: experts [G] (-1: none), offsets int64 [G] (bytes from the
     arena's start), spares [G] (the spare that it takes, -1: none), arrived [G, FETCH_PROGRAMS] (1: that share is
-    there)."""
+    there). A list may be made in rounds, each of its own part."""
 
     experts: Tensor
     offsets: Tensor
@@ -39,6 +39,17 @@ class Guesses:
         """G, a power of two."""
         return self.experts.numel()
 
+    def clear(self) -> None:
+        """No guesses."""
+        self.experts.fill_(-1)
+        self.spares.fill_(-1)
+
+    def part(self, begin: int, end: int) -> "Guesses":
+        """Guesses begin to end - 1, in place."""
+        return Guesses(
+            self.experts[begin:end], self.offsets[begin:end], self.spares[begin:end], self.arrived[begin:end]
+        )
+
 
 @triton.jit(do_not_specialize=["n_ids", "n_spares"])
 def guess_kernel(
@@ -53,6 +64,8 @@ def guess_kernel(
     taken,
     arrived,
     told,
+    earlier,
+    earlier_spares,
     n_ids,
     top_k,
     n_spares,
@@ -62,11 +75,13 @@ def guess_kernel(
     room_stride,
     PADDED: tl.constexpr,
     GUESSES: tl.constexpr,
+    EARLIER: tl.constexpr,
     PROGRAMS: tl.constexpr,
     HAS_LIVE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The first `limit` different experts that are in no slot, best ranks first, among equal ranks the first row's."""
+    """The first `limit` different experts that are in no slot, best ranks first, among equal ranks the first row's.
+    EARLIER: guesses of the rounds before, which are not made again, and whose spares are taken."""
     begin(PDL)
     i = tl.arange(0, PADDED)
     row = i // top_k
@@ -75,6 +90,12 @@ def guess_kernel(
         mine = tl.where(tl.load(live + row, mask=i < n_ids, other=-1) >= 0, mine, -1)
     absent = mine >= 0
     absent = absent & (tl.load(slot_of + mine, mask=absent, other=0) < 0)
+    n_taken = 0
+    if EARLIER > 0:
+        e = tl.arange(0, EARLIER)
+        known = mine[:, None] == tl.load(earlier + e)[None, :]
+        absent = absent & (tl.sum(known.to(tl.int32), 1) == 0)
+        n_taken = tl.sum((tl.load(earlier_spares + e) >= 0).to(tl.int32), 0)
     order = (i % top_k) * PADDED + row
     before = order[:, None] < order[None, :]  # row j: whether the id j comes before the id i
     twin = (mine[:, None] == mine[None, :]) & absent[:, None] & before
@@ -82,7 +103,7 @@ def guess_kernel(
     place = tl.sum((before & first[:, None]).to(tl.int32), 0)
     takes = first & (place < tl.minimum(tl.load(limit), GUESSES))
     hopes = takes & (tl.load(wanted + mine, mask=takes, other=0) != 0)
-    spare = tl.sum((before & hopes[:, None]).to(tl.int32), 0)
+    spare = n_taken + tl.sum((before & hopes[:, None]).to(tl.int32), 0)
     kept = hopes & (spare < n_spares)
     slot = tl.load(spares + spare, mask=kept, other=0).to(tl.int64)
     at = tl.where(kept, slots_at + slot * slot_stride, rooms_at + place.to(tl.int64) * room_stride)
@@ -110,8 +131,10 @@ def guess_step(
     slots: tuple[int, int],
     rooms: tuple[int, int],
     live: Tensor | None = None,
+    earlier: Guesses | None = None,
 ) -> None:
     """The guesses for a layer into `guesses`, and their experts (-1: none) into `told` int32 [G], for the host.
+    `earlier`: what was guessed of this layer before, and is not guessed again.
 
     ids int [n, top_k], best first (-1: none), as the layer's router chooses from another layer's input; slot_of,
     wanted, spares, live as for `step_plan.plan_step`; limit int32 [1]: at most so many. slots, rooms: where slot 0 and
@@ -134,6 +157,8 @@ def guess_step(
         guesses.spares,
         guesses.arrived,
         told,
+        ids if earlier is None else earlier.experts,
+        ids if earlier is None else earlier.spares,
         n * top_k,
         top_k,
         spares.numel(),
@@ -141,6 +166,7 @@ def guess_step(
         *rooms,
         PADDED=max(16, triton.next_power_of_2(n * top_k)),
         GUESSES=guesses.n_entries,
+        EARLIER=0 if earlier is None else earlier.n_entries,
         PROGRAMS=FETCH_PROGRAMS,
         HAS_LIVE=live is not None,
         num_warps=4,
