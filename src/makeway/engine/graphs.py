@@ -36,7 +36,7 @@ Out = TypeVar("Out")
 
 
 class _Inputs:
-    """What a pass of `n` rows reads, at constant addresses, with a pinned copy that the host fills and sends at once.
+    """What a pass of `n` rows reads, at constant addresses, with a pinned copy that the host fills and a pass fetches.
 
     rows: whose they are; first int32 [1]: where the pass begins in the step's report; gathered: rows of tables.
     """
@@ -50,10 +50,12 @@ class _Inputs:
         on_device, on_host = zeros_and_copy((n_bytes,), torch.uint8, device=device)
         self._on_device, self._on_host = on_device, on_host
         self.rows, self.first, self.gathered = self._carve(on_device)
-        rows, self._first, self._gathered = self._carve(on_host)
+        rows, first, gathered = self._carve(on_host)
         self._rows = {name: tensor.numpy() for name, tensor in vars(rows).items()}
+        self._first = first.numpy()
+        self._gathered = {key: table.raw.numpy() for key, table in gathered.items()}
         self._rows["row_segment"].fill(-1)
-        self._sent: torch.cuda.Event | None = None
+        self._read: torch.cuda.Event | None = None
         on_device.copy_(on_host)
 
     def _carve(self, buffer: Tensor) -> tuple[DeviceRows, Tensor, dict[int, Weight]]:
@@ -80,13 +82,13 @@ class _Inputs:
         return rows, places[6], tables
 
     def fill(self, batch: Batch, gathered: Mapping[int, Weight], *, first: int = 0) -> None:
-        """The batch's rows, then padding; one copy."""
-        if self._sent is not None:
-            self._sent.synchronize()  # the copy before this one has read the buffer
+        """The batch's rows, then padding."""
+        if self._read is not None:
+            self._read.synchronize()  # the pass before this one has read the buffer
         host, n = self._rows, len(batch.host_tokens)
         self._first[0] = first
         for key, rows in gathered.items():
-            self._gathered[key].raw[: rows.n_rows] = rows.raw
+            self._gathered[key][: rows.n_rows] = rows.raw.numpy()
         for name in ("n_rows", "n_replay"):
             host[name].fill(0)
         host["row_segment"].fill(-1)
@@ -97,10 +99,17 @@ class _Inputs:
             host["first_row"][i], host["n_rows"][i] = span.first, span.n
             host["places"][i], host["n_replay"][i] = span.place, span.n_replay
             host["block_tables"][i, : len(span.blocks)] = np.asarray(span.blocks, dtype=np.int32)
+
+    def fetch(self) -> None:
+        """The first thing that a pass does."""
         self._on_device.copy_(self._on_host, non_blocking=True)
+
+    def pass_runs(self) -> None:
+        """A pass is on its way that nobody waits for before the next `fill`."""
         if self._on_device.is_cuda:
-            self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._sent.record()
+            if self._read is None:
+                self._read = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._read.record()
 
 
 class _Captured(Generic[Out]):
@@ -173,6 +182,7 @@ class StepGraph:
         self.n = n
         self._passes = passes
         self._inputs, self._batch = passes.inputs(passes.model.lookups, n, keeps_rows=keeps_rows)
+        self._layers = slice(0, passes.model.facts.n_layers)
         device, n_vocab = passes.model.device, passes.model.facts.n_vocab
         self._logits = torch.empty((n, n_vocab), dtype=torch.float32, pin_memory=device.type == "cuda")
         self._captured = _Captured(self._compute, device, programs=passes.programs)
@@ -182,17 +192,16 @@ class StepGraph:
         Waits for the logits, and meanwhile lets the expert cache decide about the step before."""
         model, experts, n = self._passes.model, self._passes.experts, len(batch.host_tokens)
         self._inputs.fill(batch, model.gather(batch))
-        experts.begin_pass(range(model.facts.n_layers), self.n)
+        experts.begin_pass(self._layers, self.n)
         out = self._captured.run(self._compute)
-        self._logits[:n].copy_(out.logits[:n], non_blocking=True)
         experts.last_pass_runs()
-        if model.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-        return StepOutputs(out.residual[:n], self._logits[:n])
+        experts.wait_for_last_pass()
+        return StepOutputs(out.residual[:n], out.logits[:n])
 
     def _compute(self) -> StepOutputs:
         """The layers' sums are taken in by the layers behind them."""
         model, experts, batch = self._passes.model, self._passes.experts, self._batch
+        self._inputs.fetch()
         h, moe = model.embed(batch), None
         for layer in range(model.facts.n_layers):
             h, moe = model.mix(layer, h, batch, before=moe)
@@ -201,7 +210,8 @@ class StepGraph:
         experts.end_pass()
         assert moe is not None
         h = model.combine(model.facts.n_layers - 1, h, moe)
-        return StepOutputs(h, model.head(h))
+        self._logits.copy_(model.head(h), non_blocking=True)
+        return StepOutputs(h, self._logits)
 
 
 class DraftGraph:
@@ -218,14 +228,17 @@ class DraftGraph:
     def run(self, batch: Batch, states: Tensor) -> DraftOutputs:
         """The batch (made on the host) beside the states of the places before it, f32 [n, ...] on the device."""
         model, n = self._passes.model, len(batch.host_tokens)
-        first = self._passes.experts.begin_pass([model.facts.n_layers], self.n)
+        layer = model.facts.n_layers
+        first = self._passes.experts.begin_pass(slice(layer, layer + 1), self.n)
         self._inputs.fill(batch, model.draft_gather(batch), first=first)
         self._states[:n].copy_(states)
         out = self._captured.run(self._compute)
+        self._inputs.pass_runs()
         return DraftOutputs(out.logits[:n], out.states[:n], out.best[:n])
 
     def _compute(self) -> DraftOutputs:
         model, experts, batch = self._passes.model, self._passes.experts, self._batch
+        self._inputs.fetch()
         layer = model.facts.n_layers
         h, moe = model.mix(layer, model.draft_input(batch, self._states), batch)
         experts.run(layer, moe, first=self._inputs.first, live=self._inputs.rows.row_segment)
@@ -250,8 +263,10 @@ class RememberGraph:
         self._inputs.fill(batch, self._passes.model.draft_gather(batch))
         self._states[: len(batch.host_tokens)].copy_(states)
         self._captured.run(self._compute)
+        self._inputs.pass_runs()
 
     def _compute(self) -> None:
+        self._inputs.fetch()
         self._passes.model.draft_remember(self._batch, self._states)
 
 

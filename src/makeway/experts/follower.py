@@ -22,12 +22,14 @@ class _Late:
 
 
 class Follower:
-    """`wanted` bool [layers, experts]: misses that should take a spare. `spare_set`: the set that this step fills."""
+    """`wanted` bool [layers, experts]: misses that should take a spare, new with each of `n_decided` decisions.
+    `spare_set`: the set that the next step fills."""
 
     def __init__(self, cache: ExpertCache) -> None:
         self._cache = cache
         self._late: _Late | None = None
         self.spare_set = 0
+        self.n_decided = 0
         self.wanted = self._wish()
 
     def decide(self) -> None:
@@ -35,6 +37,7 @@ class Follower:
         if self._late is None:
             return
         late, self._late = self._late, None
+        self.n_decided += 1
         policy, table = self._cache.policy, self._cache.table
         policy.observe(late.routed)
         kept = policy.decide(late.fetched, table.is_published(), n_free=table.n_free())

@@ -33,13 +33,13 @@ Multiply = Callable[[Tensor, Weight], Tensor]
 
 
 class Limits:
-    """How many guesses each layer may make in the next step: int32 [layers], in place in `limits`."""
+    """How many guesses each layer may make in a round of the next step: `limits` int32 [layers]."""
 
-    def __init__(self, limits: NDArray[np.int32], most: int) -> None:
-        self.limits, self._most = limits, most
-        self._right, self._made = np.zeros((2, len(limits)))
+    def __init__(self, n_layers: int, most: int) -> None:
+        self.limits: NDArray[np.int32] = np.full(n_layers, most, dtype=np.int32)
+        self._most = most
+        self._right, self._made = np.zeros((2, n_layers))
         self._n_steps = 0
-        limits[...] = most
 
     def observe(self, made: NDArray[np.int64], right: NDArray[np.int64]) -> None:
         """By layer, of one step: how many guesses there were, and how many of them were needed."""

@@ -69,7 +69,7 @@ class DeviceExperts:
         self._is_open = False
         self._report: Event | None = None  # asked for, once the step's last pass is on its way
 
-    def begin_pass(self, layers: Sequence[int], n: int) -> int:
+    def begin_pass(self, layers: slice, n: int) -> int:
         """A pass of `n` rows over `layers` comes next: the row of the report where it begins. The first pass of a step
         sends the tables to the device."""
         if not self._is_open:
@@ -79,14 +79,14 @@ class DeviceExperts:
                 self._guesser.forget()
         assert self._report is None, "the step's last pass has begun"
         n_rows = self._tables.n_rows
-        first = int(n_rows[layers[0]])
+        first = int(n_rows[layers.start])
         assert first + n <= self._first_rows.numel()
         n_rows[layers] += n
         return first
 
     def __call__(self, layer: int, moe: RoutedInput) -> None:
         """A pass that is not captured."""
-        self.run(layer, moe, first=self.begin_pass([layer], moe.ids.shape[0]))
+        self.run(layer, moe, first=self.begin_pass(slice(layer, layer + 1), moe.ids.shape[0]))
 
     def run(
         self,
@@ -178,11 +178,17 @@ class DeviceExperts:
 
     def last_pass_runs(self) -> None:
         """The step's last pass is on its way to the device: ask for its report behind it, and meanwhile read that of
-        the step before and decide about it."""
+        the step before, decide about it, and tell the next step what it may be told by now."""
         if self._is_open and self._report is None:
             self._tables.fetch_report()
             self._report = self._cache.device.record_compute()
             self._decide()
+            self._tables.send_ahead()
+
+    def wait_for_last_pass(self) -> None:
+        """What was asked for before `last_pass_runs` is on the host."""
+        if self._report is not None:
+            self._report.wait()
 
     def _decide(self) -> None:
         self._tables.read_report()
@@ -196,7 +202,7 @@ class DeviceExperts:
         assert self._report is not None
         self._report.wait()
         self._report = None
-        self._tables.take_report()
+        self._tables.end_step()
         self._is_open = False
 
     def settle(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from makeway.device import zeros_and_copy
+from makeway.device import Event, zeros_and_copy
 from makeway.experts.cache import ExpertCache
 from makeway.experts.follower import Follower
 from makeway.experts.guess import Limits
@@ -25,10 +25,11 @@ from makeway.memory.workspace import Room
 Shapes = Sequence[tuple[tuple[int, ...], torch.dtype]]
 
 
-def _buffers(shapes: Shapes, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Bytes for tensors of these shapes on the device, and the same on the host."""
+def _buffers(shapes: Shapes, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Bytes for tensors of these shapes on the device, and the same twice on the host."""
     n_bytes = sum(align_up(math.prod(shape) * dtype.itemsize) for shape, dtype in shapes)
-    return zeros_and_copy((n_bytes,), torch.uint8, device=device)
+    on_device, on_host = zeros_and_copy((n_bytes,), torch.uint8, device=device)
+    return on_device, on_host, zeros_and_copy((n_bytes,), torch.uint8, device=device)[1]
 
 
 def _carved(buffer: Tensor, shapes: Shapes) -> list[Tensor]:
@@ -36,14 +37,29 @@ def _carved(buffer: Tensor, shapes: Shapes) -> list[Tensor]:
     return [room.take(shape, dtype, n_bytes=align_up(math.prod(shape) * dtype.itemsize)) for shape, dtype in shapes]
 
 
+class _ToldOnHost:
+    """What a step is told, in pinned memory: it may be written again once its copy has been made."""
+
+    def __init__(self, buffer: Tensor, shapes: Shapes) -> None:
+        self.buffer = buffer
+        self.slot_of, self.wanted, self.spares, self.limits = (t.numpy() for t in _carved(buffer, shapes))
+        self.copied: Event | None = None
+
+
+class _ReportOnHost:
+    """What a step reports, in pinned memory."""
+
+    def __init__(self, buffer: Tensor, shapes: Shapes) -> None:
+        self.buffer = buffer
+        self.routed, self.fetched, self.guessed = (t.numpy() for t in _carved(buffer, shapes))
+
+
 @dataclass(frozen=True)
-class _Taken:
-    """The last step's report and what it was told, on the host."""
+class _Done:
+    """A step whose report is here, and what it was told; the step behind the next one overwrites both."""
 
     spare_set: int
-    routed: NDArray[np.int64]
-    fetched: NDArray[np.int32]
-    guessed: NDArray[np.int32]
+    report: _ReportOnHost
     n_rows: NDArray[np.int64]
     slot_of: NDArray[np.int32]
 
@@ -71,64 +87,80 @@ class StepTables:
             (by_spare, torch.int32),
             ((n_layers, n_guesses), torch.int32),
         )
-        self._told, self._host_told = _buffers(told, device)
+        self._told, first, second = _buffers(told, device)
         self.slot_of, self.wanted, self.spares, self.limits = _carved(self._told, told)
-        self._slot_of, self._wanted, self._spares, limits = (t.numpy() for t in _carved(self._host_told, told))
-        self._reported, self._host_reported = _buffers(reported, device)
+        self._host_told = [_ToldOnHost(buffer, told) for buffer in (first, second)]  # this step's, and the next one's
+        self._sent: object = None  # what the next step is told already
+        self._reported, first, second = _buffers(reported, device)
         self.routed, self.fetched, self.guessed = _carved(self._reported, reported)
-        self._routed, self._fetched, self._guessed = (t.numpy() for t in _carved(self._host_reported, reported))
+        self._reports = [_ReportOnHost(buffer, reported) for buffer in (first, second)]  # and the last one's
         self.guessed.fill_(NONE)
-        self._limits = Limits(limits[:, 0], n_guesses)
+        self._limits = Limits(n_layers, n_guesses)
         self.n_rows = np.zeros(n_layers, dtype=np.int64)
         """Rows of the report that the step's passes write, by layer."""
-        self._taken: _Taken | None = None
+        self._filled = 0  # the spare set of the step that runs
+        self._done: _Done | None = None
         expert_bytes = [layer.expert_bytes for layer in cache.plan.layers]
         self._expert_bytes = np.asarray(expert_bytes, dtype=np.int64)
 
     def send(self) -> None:
-        """Before a step: what is published now, what is wanted, and which spares are free; one copy."""
-        table, follower = self.cache.table, self.follower
+        """Before a step: what is published now, what is wanted, and which spares are free."""
         self.n_rows[:] = 0
-        self._slot_of[...] = table.slot_of
-        self._wanted[...] = follower.wanted
-        self._spares[...] = table.spares[follower.spare_set]
-        self._told.copy_(self._host_told, non_blocking=True)
+        if self._sent != self._state():
+            self._send()
+        self._host_told.reverse()
+        self._sent = None
+
+    def send_ahead(self) -> None:
+        """Behind a step's last pass, while it runs: what the next one is told, unless something changes before it."""
+        self._filled = self.follower.turn()
+        self._send()
+
+    def _state(self) -> tuple[int, int, int]:
+        """Tells apart what steps are told."""
+        return self.cache.table.epoch, self.follower.n_decided, self.follower.spare_set
+
+    def _send(self) -> None:
+        """One copy, from the buffer that no step uses which runs or whose report has not been read."""
+        table, follower, host = self.cache.table, self.follower, self._host_told[1]
+        if host.copied is not None:
+            host.copied.wait()
+        host.slot_of[...] = table.slot_of
+        host.wanted[...] = follower.wanted
+        host.spares[...] = table.spares[follower.spare_set]
+        host.limits[:, 0] = self._limits.limits
+        self._told.copy_(host.buffer, non_blocking=True)
+        host.copied = self.cache.device.record_compute()
+        self._sent = self._state()
 
     def fetch_report(self) -> None:
         """Behind a step: ask for its report."""
-        self._host_reported.copy_(self._reported, non_blocking=True)
+        self._reports.reverse()
+        self._reports[0].buffer.copy_(self._reported, non_blocking=True)
 
-    def take_report(self) -> None:
-        """The report is here: put aside what the next step overwrites. `read_report` looks at what it says, while the
-        GPU has something to do."""
-        assert self._taken is None
-        most = int(self.n_rows.max())
-        self._taken = _Taken(
-            self.follower.turn(),
-            routed=self._routed[:, :most].astype(np.int64),
-            fetched=self._fetched.copy(),
-            guessed=self._guessed.copy(),
-            n_rows=self.n_rows.copy(),
-            slot_of=self._slot_of.copy(),
-        )
+    def end_step(self) -> None:
+        """The report is here. `read_report` looks at what it says, while the GPU has something to do."""
+        assert self._done is None
+        self._done = _Done(self._filled, self._reports[0], self.n_rows.copy(), self._host_told[0].slot_of)
 
     def read_report(self) -> None:
         """Count what the last step did, mark the spares that it filled, and leave the decision to the policy."""
-        if self._taken is None:
+        if self._done is None:
             return
-        taken, self._taken = self._taken, None
-        n_layers, most = taken.routed.shape[:2]
-        routed, fetched, guessed = taken.routed, taken.fetched, taken.guessed
-        if (taken.n_rows < most).any():
-            routed[np.arange(most) >= taken.n_rows[:, None]] = NONE
-        routed = routed.reshape(n_layers, -1)
-        fetched[taken.n_rows == 0] = NONE  # a layer that did not run reports what it did before
-        guessed[taken.n_rows == 0] = NONE
-        self._count(routed, guessed, taken.slot_of)
+        done, self._done = self._done, None
+        most = int(done.n_rows.max())
+        routed = done.report.routed[:, :most].astype(np.int64)
+        fetched, guessed = done.report.fetched.copy(), done.report.guessed.copy()
+        if (done.n_rows < most).any():
+            routed[np.arange(most) >= done.n_rows[:, None]] = NONE
+        routed = routed.reshape(len(routed), -1)
+        fetched[done.n_rows == 0] = NONE  # a layer that did not run reports what it did before
+        guessed[done.n_rows == 0] = NONE
+        self._count(routed, guessed, done.slot_of)
         layers, spares = np.nonzero(fetched != NONE)
         table = self.cache.table
-        table.fill(layers, table.spares[taken.spare_set, layers, spares], fetched[layers, spares])
-        self.follower.show(taken.spare_set, fetched, routed)
+        table.fill(layers, table.spares[done.spare_set, layers, spares], fetched[layers, spares])
+        self.follower.show(done.spare_set, fetched, routed)
 
     def _count(self, routed: NDArray[np.int64], guessed: NDArray[np.int32], slot_of: NDArray[np.int32]) -> None:
         """Hits and misses of ids [layers, any], each expert once a layer, by the table that the step was told; and

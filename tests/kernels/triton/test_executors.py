@@ -83,7 +83,7 @@ def test_the_report_counts_each_expert_of_a_layer_once():
     tables.fetched.fill_(1)
     tables.fetched[0] = torch.tensor([3, -1])
     tables.fetch_report()
-    tables.take_report()
+    tables.end_step()
     tables.read_report()
     assert counters.hits - hits == 1
     assert counters.misses - misses == 2
@@ -91,6 +91,25 @@ def test_the_report_counts_each_expert_of_a_layer_once():
     spares = rig.cache.table.spares[0]
     assert rig.cache.table.holds[0, spares[0, 0]] == 3
     assert (rig.cache.table.holds[1:, spares[1:].flatten()] == -1).all()
+
+
+def test_a_step_is_told_ahead_and_again_when_something_has_changed():
+    rig = Rig("qwen3moe-base-bf16.gguf", slots=2, uploads=2)
+    rig.restore(2)  # experts 0 and 2 of every layer
+    tables = DeviceExperts(rig.cache, arena=rig.arena.whole, most_rows=1, multiply=REFERENCE.linear)._tables
+    table = rig.cache.table
+    tables.send()
+    assert torch.equal(tables.slot_of, torch.from_numpy(table.slot_of))
+    tables.send_ahead()
+    assert torch.equal(tables.spares, torch.from_numpy(table.spares[1])), "the other set comes next"
+    tables.slot_of.fill_(7)
+    tables.send()
+    assert (tables.slot_of == 7).all(), "nothing has changed, nothing is sent"
+    tables.send_ahead()
+    table.unpublish([0], [int(table.slot_of[0, 2])])
+    tables.send()
+    assert torch.equal(tables.slot_of, torch.from_numpy(table.slot_of))
+    assert tables.slot_of[0, 2] == -1
 
 
 @pytest.mark.slow
@@ -127,7 +146,7 @@ def test_what_was_guessed_is_not_fetched_again(uploads):
                 absent = [e for e in range(rig.plan.sizes.n_experts) if e not in ids][: ids.shape[1]]
                 ids = torch.tensor([absent])
             second = RoutedInput(first.x, ids, weights, torch.zeros_like(first.acc))
-            executor.begin_pass([0, 1], 1)
+            executor.begin_pass(slice(0, 2), 1)
             executor.run(0, first, first=0, ahead=[Ahead(1, 1, router)])
             executor.run(1, second, first=0)
             executor.end_pass()

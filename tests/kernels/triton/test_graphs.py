@@ -95,7 +95,7 @@ def test_a_step_remembers_and_drafts_as_the_model_run_by_hand(opened):
         s.close()
 
 
-def test_inputs_of_a_pass_are_sent_at_once_and_padded(device):
+def test_inputs_of_a_pass_are_fetched_at_once_and_padded(device):
     """Three rows of two sequences in a pass of four; what stood there before is gone."""
     table = Weight(torch.arange(40, dtype=torch.uint8).view(10, 4), GGMLType.F32, 1)
     inputs = _Inputs({5: Lookup(table, 2)}, n=4, n_blocks=3, device=device)
@@ -106,6 +106,7 @@ def test_inputs_of_a_pass_are_sent_at_once_and_padded(device):
         positions = [span.position + i for span in used for i in range(span.n)]
         batch = Batch(torch.zeros(n), (0,) * n, (), Rows(torch.tensor(positions), used, max_keys=64), None, None)
         inputs.fill(batch, {5: table.pick(torch.arange(2 * n), torch.device("cpu"))}, first=first)
+        inputs.fetch()
     rows = inputs.rows
     assert inputs.first.tolist() == [1]
     assert rows.positions.tolist() == [6, 7, 0, 0]
