@@ -416,11 +416,9 @@ def cases(sweep: bool) -> dict[str, tuple[Callable[[], Case], object, dict[str, 
             DELTA_COLUMNS=columns,
             DELTA_WARPS=warps,
         )
-    for keys in (128, 512):
-        add("30B attention, 8192", lambda: dense(1, 8192, context=32768), attend, SPLIT_KEYS=keys)
-        add("30B attention, 32768", lambda: dense(1, 32768, context=32768), attend, SPLIT_KEYS=keys)
-    for keys in (32, 128):
-        add("Flash-Next attention, 2048", lambda: sparse(1, 32767), attend, SPLIT_SELECTED=keys)
+    for splits in (32, 128):
+        add("30B attention, 8192", lambda: dense(1, 8192, context=32768), attend, MOST_SPLITS=splits)
+        add("30B attention, 32768", lambda: dense(1, 32768, context=32768), attend, MOST_SPLITS=splits)
     return found
 
 

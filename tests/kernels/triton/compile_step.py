@@ -54,14 +54,15 @@ def attention() -> Iterator[Case]:
             half, types = kind == "fp16", _pools(kind)
             common = {"GROUP": group, "D": d, "BLOCK_TOKENS": 64, "HALF": half}
             row = {**common, "M": 16, "num_warps": 8 if half else 4, "num_stages": 2}
-            for ratio, split in ((0, attend.SPLIT_KEYS), (4, attend.SPLIT_SELECTED)):
-                keys = min(attend.row_keys(d, half), split)
-                constants = {**row, "RATIO": ratio, "KEYS": keys, "TILES": split // keys}
+            splits = {"KEYS": attend.row_keys(half), "MOST_SPLITS": attend.MOST_SPLITS}
+            for ratio in (0, 4):
+                constants = {**row, **splits, "RATIO": ratio}
                 yield f"row {d} {kind} {ratio}", attend.row_kernel, constants, types
         heads = {"HEADS": 2 * group, "KV_HEADS": 2, "D": d, "PADDED": d, "HALF": 32, "BLOCK_TOKENS": 64}
         types = {**_pools("fp16"), "q_gamma": "*fp32", "k_gamma": "*fp32"}
         yield f"attend input {d}", attend_input.attend_input_kernel, {**heads, "num_warps": 1}, types
-        constants = {"D": d, "RATIO": 4, "SPLIT": 64, "AT_ONCE": attend.COMBINE_SPLITS, "GATED": True, "num_warps": 4}
+        constants = {"D": d, "RATIO": 4, "KEYS": 64, "MOST_SPLITS": attend.MOST_SPLITS, "GATED": True}
+        constants |= {"AT_ONCE": attend.COMBINE_SPLITS, "num_warps": 4}
         yield f"combine {d}", attend.combine_kernel, constants, TYPES
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from makeway.kernels import reference_attention as reference
+from makeway.kernels.triton import attend as kernels
 from makeway.kernels.triton.attend import attend, write_kv
 from tests.kernels.triton.paged import batch, copied, padded, pools
 
@@ -31,7 +32,8 @@ def test_keys_and_values_land_in_their_blocks_and_padding_writes_nothing(dtype, 
 
 @pytest.mark.parametrize(("dtype", "heads"), [(TYPES[0], (6, 2)), (TYPES[1], (8, 1))], ids=str)
 @pytest.mark.parametrize("sizes", [STEP, CHUNK], ids=["step", "chunk"])
-def test_all_keys(dtype, heads, sizes, device):
+def test_all_keys(dtype, heads, sizes, device, monkeypatch):
+    monkeypatch.setattr(kernels, "MOST_SPLITS", 3)  # of 6 tiles and of 21
     n_heads, n_kv = heads
     kv = pools(sizes, block_tokens=64, n_kv=n_kv, d=16, dtype=dtype)
     rows = batch(sizes, device, block_tokens=64, padding=1 if sizes is STEP else 0, max_keys=600)
@@ -68,7 +70,9 @@ def test_selected_keys(dtype, sizes, device):
     torch.testing.assert_close(out[:n].cpu(), expected, rtol=limit, atol=limit)
 
 
-def test_a_row_has_the_same_bits_alone_in_company_and_under_a_larger_plan(device):
+@pytest.mark.parametrize("most", [3, 64])
+def test_a_row_has_the_same_bits_alone_in_company_and_under_a_larger_plan(most, device, monkeypatch):
+    monkeypatch.setattr(kernels, "MOST_SPLITS", most)
     kv = copied(pools(STEP, block_tokens=64, n_kv=2, d=16, dtype=torch.float16), device)
     q = randn(5, 4, 16).to(device)
     together = batch(STEP, device, block_tokens=64)

@@ -20,8 +20,7 @@ from makeway.kernels.triton.linear import MAX_ROWS
 from makeway.kernels.triton.quick import quick
 from makeway.kernels.triton.small import sigmoid_of
 
-SPLIT_KEYS = 256  # keys of a split, all keys
-SPLIT_SELECTED = 64  # keys of a split, selected keys
+MOST_SPLITS = 64  # of a row's keys, which are cut by tiles as long as there are no more than so many
 COMBINE_SPLITS = 16  # whose parts are loaded at once
 
 
@@ -139,6 +138,13 @@ def key_places(tokens, visible, blocks, BLOCK_TOKENS: tl.constexpr):
 
 
 @triton.jit
+def tiles_of(n_keys, KEYS: tl.constexpr, MOST_SPLITS: tl.constexpr):
+    """Tiles of KEYS keys, and how many of them a split has."""
+    n_tiles = tl.cdiv(n_keys, KEYS)
+    return n_tiles, tl.cdiv(n_tiles, MOST_SPLITS)
+
+
+@triton.jit
 def row_kernel(
     q,
     key_pool,
@@ -160,11 +166,11 @@ def row_kernel(
     BLOCK_TOKENS: tl.constexpr,
     RATIO: tl.constexpr,
     KEYS: tl.constexpr,
-    TILES: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
     HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One split (TILES key tiles) of the keys that a row's GROUP heads of a KV head see.
+    """One split of the keys that a row's GROUP heads of a KV head see.
 
     RATIO 0: token t is key t. Else key e is token e % RATIO of the block number e // RATIO of the row's choice, the
     incomplete block coming last.
@@ -181,7 +187,9 @@ def row_kernel(
     n_complete = (position + 1) // RATIO if RATIO > 0 else 0
     n_chosen = tl.minimum(n_complete, n_select)
     n_keys = n_chosen * RATIO + (position + 1) % RATIO if RATIO > 0 else position + 1
-    if split * TILES * KEYS >= n_keys:
+    n_tiles, n_together = tiles_of(n_keys, KEYS, MOST_SPLITS)
+    first = split * n_together
+    if first >= n_tiles:
         return
     head = tl.arange(0, M)
     i = tl.arange(0, D)
@@ -191,9 +199,7 @@ def row_kernel(
     best = tl.full([M], -float("inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, D], tl.float32)
-    first = split * TILES
-    last = tl.minimum(first + TILES, tl.cdiv(n_keys, KEYS))
-    for tile in range(first, last):
+    for tile in range(first, tl.minimum(first + n_together, n_tiles)):
         e = tile * KEYS + tl.arange(0, KEYS)
         visible = e < n_keys
         tokens = e
@@ -228,7 +234,8 @@ def combine_kernel(
     n_select,
     D: tl.constexpr,
     RATIO: tl.constexpr,
-    SPLIT: tl.constexpr,
+    KEYS: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     GATED: tl.constexpr,
     PDL: tl.constexpr,
@@ -247,7 +254,8 @@ def combine_kernel(
     n_keys = position + 1
     if RATIO > 0:
         n_keys = tl.minimum((position + 1) // RATIO, n_select) * RATIO + (position + 1) % RATIO
-    used = tl.cdiv(n_keys, SPLIT)
+    n_tiles, n_together = tiles_of(n_keys, KEYS, MOST_SPLITS)
+    used = tl.cdiv(n_tiles, n_together)
     best = -float("inf")
     total = 0.0
     for at in range(0, used, AT_ONCE):
@@ -269,9 +277,9 @@ def combine_kernel(
     tl.store(out + place * D + i, result)
 
 
-def row_keys(d: int, half: bool) -> int:
-    """Keys of a tile of a step's attention: what fits a multiprocessor's memory, for all are on their way at once."""
-    return 16 if not half else 128 if d <= 128 else 64
+def row_keys(half: bool) -> int:
+    """Keys of a tile of a step's attention: few, so that a short context is read by many multiprocessors."""
+    return 16 if not half else 64
 
 
 def attend(
@@ -316,9 +324,8 @@ def attend(
         assert selected.dtype == torch.int32
         ratio, n_select = kv.indexer[2], selected.shape[1]
         most = min(most, n_select * ratio + ratio - 1)
-    split_keys = SPLIT_SELECTED if ratio else SPLIT_KEYS
-    keys = min(row_keys(d, half), split_keys)
-    n_splits = triton.cdiv(most, split_keys)
+    keys = row_keys(half)
+    n_splits = min(triton.cdiv(most, keys), MOST_SPLITS)
     parts = torch.empty((n, n_heads, n_splits, d), dtype=torch.float32, device=q.device)
     sums = torch.empty((n, n_heads, n_splits, 2), dtype=torch.float32, device=q.device)
     row_kernel[(n_splits, n_kv, n)](
@@ -342,7 +349,7 @@ def attend(
         BLOCK_TOKENS=kv.block_tokens,
         RATIO=ratio,
         KEYS=keys,
-        TILES=split_keys // keys,
+        MOST_SPLITS=MOST_SPLITS,
         HALF=half,
         num_warps=8 if half else 4,
         num_stages=2,
@@ -361,7 +368,8 @@ def attend(
         n_select,
         D=d,
         RATIO=ratio,
-        SPLIT=split_keys,
+        KEYS=keys,
+        MOST_SPLITS=MOST_SPLITS,
         AT_ONCE=COMBINE_SPLITS,
         GATED=gate is not None,
         num_warps=4,
