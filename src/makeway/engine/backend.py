@@ -6,7 +6,7 @@ Hazard: a backend's numbers (bytes of an item) go into the plan, so one backend 
 """
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +20,7 @@ from makeway.experts.cache import ExpertCache, MoveParts
 from makeway.experts.cached import CachedExperts
 from makeway.experts.executors import StepExperts
 from makeway.experts.pieces import Pieces, ReferencePieces
-from makeway.kernels import REFERENCE, Ops
+from makeway.kernels import REFERENCE, Ops, Weight
 from makeway.kv import Batch, KVCache, StatePool
 from makeway.memory.arena import Arena, View
 from makeway.models import Model
@@ -131,10 +131,12 @@ class TritonBackend:
         self.move_parts: MoveParts = move_parts
         self._programs = Programs() if where.type == "cuda" else None
         self.ops = triton_ops(where, None if self._programs is None else Linears(where, self._programs))
-        self._guess = REFERENCE.linear
+        self._guess: Callable[[Tensor, Sequence[Weight]], Sequence[Tensor]] = lambda x, routers: [
+            REFERENCE.linear(x, router) for router in routers
+        ]
         if self._programs is not None:  # runs beside the step's own products, so with scratch of its own
             beside = Linears(where, self._programs, n_parts=1 << 18)
-            self._guess = lambda x, router: beside(x, (router,))[0]
+            self._guess = beside
         self._step: tuple[ExpertCache, StepExperts] | None = None
 
     def step_experts(self, cache: ExpertCache, arena: Arena, *, transient: View, rows: int) -> StepExperts:

@@ -19,7 +19,7 @@ from torch import Tensor
 from makeway.device import zeros_and_copy
 from makeway.engine.backend import DraftOutputs, StepOutputs
 from makeway.experts.guess import rounds_from
-from makeway.experts.in_graph import Ahead, DeviceExperts
+from makeway.experts.in_graph import DeviceExperts
 from makeway.kernels import DeviceRows, Rows, Weight
 from makeway.kernels.cuda.programs import Programs
 from makeway.kernels.triton.ahead import compiling_ahead
@@ -205,7 +205,7 @@ class StepGraph:
         h, moe = model.embed(batch), None
         for layer in range(model.facts.n_layers):
             h, moe = model.mix(layer, h, batch, before=moe)
-            ahead = [Ahead(to, turn, model.router(to)) for to, turn in rounds_from(layer, model.facts.n_layers)]
+            ahead = [(to, turn, model.router(to)) for to, turn in rounds_from(layer, model.facts.n_layers)]
             experts.run(layer, moe, first=self._inputs.first, live=self._inputs.rows.row_segment, ahead=ahead)
         experts.end_pass()
         assert moe is not None

@@ -10,7 +10,7 @@ next. It is made in rounds: two layers ahead, when a copy has time, and again on
 then. Known from Eliseev and Mazur, Fast Inference of Mixture-of-Experts Language Models with Offloading, section 3.2.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ from makeway.memory.sizes import GUESS_LISTS, GUESS_ROUNDS
 LEAST_RIGHT = 0.5  # share of a layer's guesses: a right one hides a copy, a wrong one delays another by as much
 MEMORY = 0.97  # weight that a step's guesses keep until the next
 TRY_EVERY = 32  # steps, of a layer that has stopped
-Multiply = Callable[[Tensor, Weight], Tensor]
+Multiply = Callable[[Tensor, Sequence[Weight]], Sequence[Tensor]]
 
 
 class Limits:
@@ -51,15 +51,23 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a layer's guesses are told and tell, on the device: the slot table's row, wanted misses, spares, the limit
-    int32 [1], and what was guessed int32 [G]."""
+class Ahead:
+    """A round of a later layer's guesses: the layer, the round's number, the router and how many it chooses, where its
+    experts are fetched from; what guesses are told and tell, on the device: the slot table's row, wanted misses,
+    spares, the limit int32 [1], and what was guessed int32 [G]. slots: where the layer's slot 0 lies in the arena, and
+    how far the next one is."""
 
+    layer: int
+    turn: int
+    router: Weight
+    top_k: int
+    source: Source
     slot_of: Tensor
     wanted: Tensor
     spares: Tensor
     limit: Tensor
     guessed: Tensor
+    slots: tuple[int, int]
 
 
 def rounds_from(layer: int, n_layers: int) -> list[tuple[int, int]]:
@@ -75,7 +83,7 @@ class Guesser:
 
     def __init__(self, n: int, *, rooms_at: int, room_bytes: int, multiply: Multiply, device: torch.device) -> None:
         """`n` guesses a layer, a power of two in each round; GUESS_LISTS n rooms of `room_bytes` lie at byte `rooms_at`
-        of the arena. `multiply`: by a router, on any stream."""
+        of the arena. `multiply`: by routers, on any stream."""
         assert n % len(GUESS_ROUNDS) == 0
         self._n, self._rooms_at, self._room_bytes = n, rooms_at, room_bytes
         self._multiply = multiply
@@ -83,54 +91,51 @@ class Guesser:
         self._open: dict[int, list[Tensor]] = {}  # layers nobody has joined, and what was asked with, which must stay
         self._asks, self._fetches = _Beside(device), _Beside(device)
 
-    def ask(
-        self,
-        layer: int,
-        turn: int,
-        x: Tensor,
-        router: Weight,
-        *,
-        top_k: int,
-        told: Told,
-        slots: tuple[int, int],
-        live: Tensor | None,
-    ) -> None:
-        """Round `turn` of `layer`'s guesses, from x f32 [n, hidden], which the current stream has made. slots: where
-        the layer's slot 0 lies in the arena, and how far the next one is."""
-        place, n = layer % GUESS_LISTS, self._n // len(GUESS_ROUNDS)
-        guesses, begin = self._lists[place], turn * n
-        is_first = layer not in self._open
-        self._open.setdefault(layer, []).append(x)
+    def ask(self, x: Tensor, ahead: Sequence[Ahead], *, live: Tensor | None) -> None:
+        """Guess misses from x f32 [n, hidden], which the current stream has made: rounds of different layers."""
         self._asks.wait_for_current()
-        if is_first:
-            self._asks.wait_for(self._fetches, place)  # the copies of the layer that had the list before
-        with self._asks.running(place):
-            if is_first:  # rounds that had no layer to be asked from
-                guesses.part(0, begin).clear()
-                told.guessed[:begin].fill_(NONE)
-            ids, _ = route(self._multiply(x, router), top_k)
-            guess_step(
-                guesses.part(begin, begin + n),
-                ids,
-                slot_of=told.slot_of,
-                wanted=told.wanted,
-                spares=told.spares,
-                limit=told.limit,
-                told=told.guessed[begin : begin + n],
-                slots=slots,
-                rooms=(self._rooms_at + (place * self._n + begin) * self._room_bytes, self._room_bytes),
-                live=live,
-                earlier=guesses.part(0, begin) if begin else None,
-            )
+        is_first = [one.layer not in self._open for one in ahead]
+        for one, first in zip(ahead, is_first, strict=True):
+            self._open.setdefault(one.layer, []).append(x)
+            if first:
+                self._asks.wait_for(self._fetches, self._place(one))  # the copies of the layer that had the list before
+        with self._asks.running(*map(self._place, ahead)):
+            for one, first, logits in zip(ahead, is_first, self._multiply(x, [a.router for a in ahead]), strict=True):
+                self._ask(one, route(logits, one.top_k)[0], is_first=first, live=live)
 
-    def fetch(self, layer: int, turn: int, source: Source) -> None:
-        """Fetch what a round guessed, once the current stream has got here: its own misses go first."""
-        place, n = layer % GUESS_LISTS, self._n // len(GUESS_ROUNDS)
-        guesses = self._lists[place].part(turn * n, turn * n + n)
-        self._fetches.wait_for(self._asks, place)
+    def _ask(self, one: Ahead, ids: Tensor, *, is_first: bool, live: Tensor | None) -> None:
+        place, n = self._place(one), self._n // len(GUESS_ROUNDS)
+        guesses, begin = self._lists[place], one.turn * n
+        if is_first:  # rounds that had no layer to be asked from
+            guesses.part(0, begin).clear()
+            one.guessed[:begin].fill_(NONE)
+        guess_step(
+            guesses.part(begin, begin + n),
+            ids,
+            slot_of=one.slot_of,
+            wanted=one.wanted,
+            spares=one.spares,
+            limit=one.limit,
+            told=one.guessed[begin : begin + n],
+            slots=one.slots,
+            rooms=(self._rooms_at + (place * self._n + begin) * self._room_bytes, self._room_bytes),
+            live=live,
+            earlier=guesses.part(0, begin) if begin else None,
+        )
+
+    def fetch(self, ahead: Sequence[Ahead]) -> None:
+        """Fetch what `ask` guessed, once the current stream has got here: its own misses go first."""
+        n = self._n // len(GUESS_ROUNDS)
+        for one in ahead:
+            self._fetches.wait_for(self._asks, self._place(one))
         self._fetches.wait_for_current()
-        with self._fetches.running(place):
-            fetch_guesses(source, guesses.experts, guesses.offsets, arrived=guesses.arrived)
+        with self._fetches.running(*map(self._place, ahead)):
+            lists = [(a.source, self._lists[self._place(a)].part(a.turn * n, a.turn * n + n)) for a in ahead]
+            fetch_guesses([(source, part.experts, part.offsets, part.arrived) for source, part in lists])
+
+    @staticmethod
+    def _place(one: Ahead) -> int:
+        return one.layer % GUESS_LISTS
 
     def join(self, layer: int) -> Guesses | None:
         """The current stream waits for the list of `layer`'s guesses, not for the copies; None when nobody made any."""
@@ -160,13 +165,15 @@ class _Beside:
         self._done: list[torch.cuda.Event | None] = [None] * GUESS_LISTS
 
     @contextmanager
-    def running(self, place: int) -> Iterator[None]:
+    def running(self, *places: int) -> Iterator[None]:
         if self._stream is None:
             yield
             return
         with torch.cuda.stream(self._stream):
             yield
-        self._done[place] = self._stream.record_event()
+        done = self._stream.record_event()
+        for place in places:
+            self._done[place] = done
 
     def wait_for_current(self) -> None:
         if self._stream is not None:

@@ -6,7 +6,6 @@ Hazard: a captured step uses what was captured: arena, tables and buffers keep t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from makeway.device import Event
 from makeway.errors import EngineFailed
 from makeway.experts.cache import ExpertCache
-from makeway.experts.guess import Guesser, Multiply, Told
+from makeway.experts.guess import Ahead, Guesser, Multiply
 from makeway.experts.routed import RoutedInput
 from makeway.experts.step_tables import StepTables
 from makeway.kernels import Weight
@@ -24,15 +23,6 @@ from makeway.kernels.triton import experts as kernels
 from makeway.kernels.triton import step_buffers, step_plan
 from makeway.kernels.triton.fetch import Source
 from makeway.kernels.triton.linear import Scratch
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """A layer to come, the round of its guesses, and its router."""
-
-    layer: int
-    turn: int
-    router: Weight
 
 
 class DeviceExperts:
@@ -95,11 +85,12 @@ class DeviceExperts:
         *,
         first: int | Tensor,
         live: Tensor | None = None,
-        ahead: Sequence[Ahead] = (),
+        ahead: Sequence[tuple[int, int, Weight]] = (),
     ) -> None:
         """Plan, fetch and run; nothing waits for the host. `first`: the row of the report where this pass begins, a
         captured pass reads it from an int32 [1]; `live` int32 [n]: below 0 where a row is padding. `ahead`: layers
-        that this pass runs later, whose misses are guessed; then `end_pass` comes behind the last one."""
+        that this pass runs later, whose misses are guessed, the rounds' numbers (`guess.rounds_from`), and routers;
+        then `end_pass` comes behind the last layer."""
         cache, tables, n = self._cache, self._tables, moe.ids.shape[0]
         if n not in self._buffers:
             gate = cache.store.layers[layer].shapes[0]
@@ -107,10 +98,11 @@ class DeviceExperts:
                 self._arena.device, n=n, top_k=self._top_k, hidden=gate.n_cols, width=gate.n_rows
             )
         stored, buffers = cache.store.layers[layer], self._buffers[n]
-        guesses = None
+        guesses, rounds = None, []
         if self._guesser is not None:
-            for one in ahead:
-                self._ask(one, moe.x, live)
+            rounds = [self._ahead(*one) for one in ahead]
+            if rounds:
+                self._guesser.ask(moe.x, rounds, live=live)
             guesses = self._guesser.join(layer)
         first_row = self._first_rows[first : first + 1] if isinstance(first, int) else first
         step_plan.plan_and_fetch(
@@ -126,9 +118,9 @@ class DeviceExperts:
             live=live,
             guesses=guesses,
         )
-        if self._guesser is not None:
-            for one in ahead:
-                self._guesser.fetch(one.layer, one.turn, self._source(one.layer))
+        if rounds:
+            assert self._guesser is not None
+            self._guesser.fetch(rounds)
         gate, up, down = stored.shapes
         layout = kernels.ExpertLayout(gate.type, up.type, down.type, gate.n_cols, gate.n_rows)
         if self._cuda is not None and cuda.can_run(layout):
@@ -141,26 +133,20 @@ class DeviceExperts:
         if self._guesser is not None:
             self._guesser.end_pass()
 
-    def _ask(self, one: Ahead, x: Tensor, live: Tensor | None) -> None:
-        assert self._guesser is not None
-        layer = one.layer
+    def _ahead(self, layer: int, turn: int, router: Weight) -> Ahead:
         tables, rooms = self._tables, self._rooms(layer)
-        told = Told(
-            tables.slot_of[layer],
-            tables.wanted[layer],
-            tables.spares[layer],
-            tables.limits[layer],
-            tables.guessed[layer],
-        )
-        self._guesser.ask(
+        return Ahead(
             layer,
-            one.turn,
-            x,
-            one.router,
-            top_k=self._cache.plan.layers[layer].top_k,
-            told=told,
+            turn,
+            router,
+            self._cache.plan.layers[layer].top_k,
+            self._source(layer),
+            slot_of=tables.slot_of[layer],
+            wanted=tables.wanted[layer],
+            spares=tables.spares[layer],
+            limit=tables.limits[layer],
+            guessed=tables.guessed[layer],
             slots=(rooms.slots_at, rooms.slot_stride),
-            live=live,
         )
 
     def _rooms(self, layer: int) -> step_buffers.Rooms:

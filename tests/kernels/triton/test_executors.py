@@ -12,11 +12,15 @@ from makeway.kernels import REFERENCE
 from tests.experts.rig import Rig
 
 pytest.importorskip("triton")
-from makeway.experts.in_graph import Ahead, DeviceExperts
+from makeway.experts.in_graph import DeviceExperts
 from makeway.experts.triton_pieces import TritonPieces
 
 FILE = "qwen3moe-k256-Q4_K_M.gguf"
 N_LAYERS = 1
+
+
+def ask(x, routers):
+    return [REFERENCE.linear(x, router) for router in routers]
 
 
 def routed(rig, seed, *, n, dtype=torch.float32):
@@ -47,7 +51,7 @@ def test_a_step_hits_fetches_and_keeps(slots):
     rig.cached()
     rig.restore(1)
     n_restored = rig.cache.counters.uploads
-    executor = DeviceExperts(rig.cache, arena=rig.arena.whole, most_rows=4, multiply=REFERENCE.linear)
+    executor = DeviceExperts(rig.cache, arena=rig.arena.whole, most_rows=4, multiply=ask)
     for step in range(4):
         for layer in range(N_LAYERS):
             moe = routed(rig, 10 * step % 20 + layer, n=1 + step % 2)
@@ -70,7 +74,7 @@ def test_the_report_counts_each_expert_of_a_layer_once():
     """Three rows of the first layer, the last of them padding; what no pass wrote does not count."""
     rig = Rig("qwen3moe-base-bf16.gguf", slots=2, uploads=2)
     rig.restore(1)  # expert 0 of every layer
-    tables = DeviceExperts(rig.cache, arena=rig.arena.whole, most_rows=3, multiply=REFERENCE.linear)._tables
+    tables = DeviceExperts(rig.cache, arena=rig.arena.whole, most_rows=3, multiply=ask)._tables
     assert tables.routed.shape[1] == 4
     counters, sizes = rig.cache.counters, [layer.expert_bytes for layer in rig.plan.layers]
     hits, misses, link = counters.hits, counters.misses, counters.link_bytes
@@ -96,7 +100,7 @@ def test_the_report_counts_each_expert_of_a_layer_once():
 def test_a_step_is_told_ahead_and_again_when_something_has_changed():
     rig = Rig("qwen3moe-base-bf16.gguf", slots=2, uploads=2)
     rig.restore(2)  # experts 0 and 2 of every layer
-    tables = DeviceExperts(rig.cache, arena=rig.arena.whole, most_rows=1, multiply=REFERENCE.linear)._tables
+    tables = DeviceExperts(rig.cache, arena=rig.arena.whole, most_rows=1, multiply=ask)._tables
     table = rig.cache.table
     tables.send()
     assert torch.equal(tables.slot_of, torch.from_numpy(table.slot_of))
@@ -119,7 +123,7 @@ def test_bits_do_not_depend_on_where_an_expert_was():
         rig = Rig(FILE, slots=slots, uploads=2)
         rig.cached()
         rig.restore(slots)
-        executor = DeviceExperts(rig.cache, arena=rig.arena.whole, most_rows=4, multiply=REFERENCE.linear)
+        executor = DeviceExperts(rig.cache, arena=rig.arena.whole, most_rows=4, multiply=ask)
         moe = routed(rig, 3, n=2)
         executor(0, moe)
         executor.end_step()
@@ -136,7 +140,7 @@ def test_what_was_guessed_is_not_fetched_again(uploads):
         rig = Rig("qwen3moe-base-bf16.gguf", slots=1, uploads=uploads, guesses=guesses)
         rig.restore(1)
         rig.cache.policy.wanted = lambda is_published, n_free: ~is_published  # every miss may take a spare
-        executor = DeviceExperts(rig.cache, arena=rig.arena.whole, most_rows=4, multiply=REFERENCE.linear)
+        executor = DeviceExperts(rig.cache, arena=rig.arena.whole, most_rows=4, multiply=ask)
         router, counters = rig.runner.model.router(1), rig.cache.counters
         for right in (True, False):
             before, link = replace(counters), rig.device.link_bytes
@@ -147,7 +151,7 @@ def test_what_was_guessed_is_not_fetched_again(uploads):
                 ids = torch.tensor([absent])
             second = RoutedInput(first.x, ids, weights, torch.zeros_like(first.acc))
             executor.begin_pass(slice(0, 2), 1)
-            executor.run(0, first, first=0, ahead=[Ahead(1, 1, router)])
+            executor.run(0, first, first=0, ahead=[(1, 1, router)])
             executor.run(1, second, first=0)
             executor.end_pass()
             executor.end_step()

@@ -128,7 +128,7 @@ def test_a_guess_is_waited_for_or_copied_after_all(n_rows, device, monkeypatch):
         store = store.pin_memory()
     source = Source(store, arena, STRIDE)
     guesses = guess([[0, 6, 5, 2]], device, limit=4)
-    fetch_guesses(source, guesses.experts, guesses.offsets, arrived=guesses.arrived)
+    fetch_guesses([(source, guesses.experts, guesses.offsets, guesses.arrived)])
     assert guesses.arrived.tolist() == [[1] * FETCH_PROGRAMS] * 4
     rooms = [arena[GUESSED + g * STRIDE :][:STRIDE] for g in range(4)]
     for room, expert in zip(rooms, [0, 6, 5, 2], strict=True):

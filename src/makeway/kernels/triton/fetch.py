@@ -6,6 +6,7 @@ program, for the share that the same program of the copy brings, and after a whi
 bytes to the same place.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,26 +98,41 @@ def fetch_kernel(
 
 
 @triton.jit
-def fetch_guesses_kernel(
-    store,
-    arena,
-    experts,
-    offsets,
-    arrived,
-    stride,
-    n_words,
-    GUESSES: tl.constexpr,
-    WORDS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Copy the guesses, likeliest first, and tell of each program's share when it is there."""
-    begin(PDL)
+def copy_guesses(store, arena, experts, offsets, arrived, stride, n_words, GUESSES: tl.constexpr, WORDS: tl.constexpr):
+    """This program's shares of a list, one after the other; tells of each when it is there."""
     for g in range(GUESSES):
         expert = tl.load(experts + g)
         if expert >= 0:
             copy_share(store, arena, expert, tl.load(offsets + g), stride, n_words, WORDS)
             tl.debug_barrier()  # all threads' stores come before what one of them releases
             tl.atomic_xchg(arrived + g * tl.num_programs(0) + tl.program_id(0), 1, sem="release")
+
+
+@triton.jit
+def fetch_guesses_kernel(
+    arena,
+    store,
+    experts,
+    offsets,
+    arrived,
+    stride,
+    n_words,
+    store_b,
+    experts_b,
+    offsets_b,
+    arrived_b,
+    stride_b,
+    n_words_b,
+    GUESSES: tl.constexpr,
+    LISTS: tl.constexpr,
+    WORDS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Copy one list of guesses, or two, each likeliest first."""
+    begin(PDL)
+    copy_guesses(store, arena, experts, offsets, arrived, stride, n_words, GUESSES, WORDS)
+    if LISTS > 1:
+        copy_guesses(store_b, arena, experts_b, offsets_b, arrived_b, stride_b, n_words_b, GUESSES, WORDS)
 
 
 def fetch(
@@ -147,19 +163,24 @@ def fetch(
     )
 
 
-def fetch_guesses(source: Source, experts: Tensor, offsets: Tensor, *, arrived: Tensor) -> None:
-    """Copy experts int32 [G] (-1: none), one after the other, to offsets int64 [G] of the arena, in bytes; arrived
-    int32 [G, FETCH_PROGRAMS] becomes 1 for each share that is there."""
+def fetch_guesses(lists: Sequence[tuple[Source, Tensor, Tensor, Tensor]]) -> None:
+    """Copy the experts of one list or two, in order: the source, experts int32 [G] (-1: none), offsets int64 [G] of the
+    arena, in bytes, and arrived int32 [G, FETCH_PROGRAMS], which becomes 1 for each share that is there."""
+    first = lists[0]
+    assert 1 <= len(lists) <= 2
+    assert all(one[0].arena.data_ptr() == first[0].arena.data_ptr() for one in lists)
+    assert all(one[1].numel() == first[1].numel() for one in lists)
+    sides = [
+        (source.store.view(torch.int32), experts, offsets, arrived, source.store.stride(0) // 4, source.n_bytes // 4)
+        for source, experts, offsets, arrived in lists
+    ]
     fetch_guesses_kernel[(FETCH_PROGRAMS,)](
-        source.store.view(torch.int32),
-        source.arena.view(torch.int32),
-        experts,
-        offsets,
-        arrived,
-        source.store.stride(0) // 4,
-        source.n_bytes // 4,
-        GUESSES=experts.numel(),
+        first[0].arena.view(torch.int32),
+        *sides[0],
+        *sides[-1],
+        GUESSES=first[1].numel(),
+        LISTS=len(lists),
         WORDS=FETCH_WORDS,
         num_warps=8,
-        **overlap(experts.device),
+        **overlap(first[1].device),
     )
