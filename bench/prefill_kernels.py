@@ -174,7 +174,7 @@ def bench_experts(bench: Bench, n_tokens: int) -> None:
 
     gates = PlainMatrices(scratch.weights.view(-1), scratch.starts, 0, gate.n_values)
     downs = PlainMatrices(scratch.weights.view(-1), scratch.starts, 2 * behind)
-    part = Round(layer.pairs, 0, PIECE, 0, layer.capacity)
+    part = Round(layer.pairs, 0, PIECE, 0, layer.capacity, 1 << (PIECE - 1).bit_length())
     up_flops, down_flops = 4.0 * rows * d * d_ff, 2.0 * rows * d * d_ff
     bench.time(f"decode gate, up {k}", decode(both, scratch.weights), n_bytes=PIECE * (both.nbytes + 2 * both.n_values))
     bench.time(

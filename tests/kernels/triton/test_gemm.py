@@ -23,7 +23,7 @@ def test_a_round_multiplies_its_rows_and_writes_no_other(skip, capacity, in_rows
     flat = weights.view(-1).to(device)
     starts = torch.arange(last - first, device=device) * (6 * d * d_ff)
     pair_weights = torch.rand((n, top_k), generator=generator)
-    part = Round(pairs, first, last, skip, capacity)
+    part = Round(pairs, first, last, skip, capacity, bins=8)
     hidden = torch.full((capacity, d_ff), torch.nan, dtype=torch.bfloat16, device=device)
     kind = torch.bfloat16 if in_rows else torch.float32
     out = torch.full((capacity, d), torch.nan, dtype=kind, device=device)

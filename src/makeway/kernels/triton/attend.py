@@ -25,7 +25,7 @@ COMBINE_SPLITS = 16  # whose parts are loaded at once
 
 
 @quick
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def write_kernel(
     keys,
     values,
@@ -144,7 +144,7 @@ def tiles_of(n_keys, KEYS: tl.constexpr, MOST_SPLITS: tl.constexpr):
     return n_tiles, tl.cdiv(n_tiles, MOST_SPLITS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def row_kernel(
     q,
     key_pool,
@@ -220,7 +220,7 @@ def row_kernel(
     tl.store(sums + place * 2 + 1, total, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_splits"])
 def combine_kernel(
     gate,
     parts,

@@ -275,7 +275,7 @@ def selected_tiling(half: bool) -> SelectedTiling:
 
 
 @quick
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def selected_kernel(
     q,
     gate,

@@ -16,7 +16,7 @@ from makeway.kernels.triton.small import normed_and_turned, rope_turns
 
 
 @quick
-@triton.jit(do_not_specialize=["scale", "eps"])
+@triton.jit(do_not_specialize=["table_stride", "scale", "eps"])
 def attend_input_kernel(
     q,
     k,

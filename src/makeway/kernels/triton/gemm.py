@@ -78,24 +78,20 @@ def tiles_of(device: torch.device) -> Tiles:
 @dataclass(frozen=True)
 class Round:
     """Places offsets[first] + skip ... below offsets[last], at most `capacity` of them, at a time in scratch.
-    `n_used`: how many experts from first to last have rows, where the host knows."""
+    `bins`: at least last - first, a power of two; by it kernels are compiled, so it should be one of few. `n_used`: how
+    many experts from first to last have rows, where the host knows."""
 
     pairs: SortedPairs
     first: int
     last: int
     skip: int
     capacity: int
+    bins: int
     n_used: int | None = None
 
     def n_tiles(self, tile: Tile) -> int:
         """The most row tiles the round can have: every expert may leave one unfilled."""
         return -(-self.capacity // tile.rows) + (self.last - self.first if self.n_used is None else self.n_used)
-
-    @property
-    def bins(self) -> int:
-        """Experts that a program looks at to find its rows. Ranges of any length share one kernel."""
-        most = self.last - self.first if self.n_used is None else self.pairs.n_experts
-        return 1 << (most - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -309,7 +305,7 @@ def multiply_described(
 
 
 @quick
-@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["starts"])
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["starts", "pair_weights"])
 def down_kernel(
     x,
     weights,

@@ -25,7 +25,7 @@ GROUP = 4  # neighbouring blocks, of which the best one's score is counted: fewe
 
 
 @quick
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def pool_kernel(
     raw,
     gamma,
@@ -195,7 +195,7 @@ def count_bins(bins, score, counted, N_BINS: tl.constexpr, LOW_BITS: tl.constexp
     tl.atomic_add(bins + place, 1, mask=counted & (place < N_BINS - 1), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def row_score_kernel(
     q,
     pooled,
@@ -252,7 +252,7 @@ def row_score_kernel(
 
 
 @quick
-@triton.jit(do_not_specialize=["first", "n"])
+@triton.jit(do_not_specialize=["first", "n", "table_stride"])
 def score_kernel(
     q,
     pooled,

@@ -39,19 +39,30 @@ class SortedPairs:
     @staticmethod
     def nbytes(n: int, top_k: int, n_experts: int) -> int:
         """Bytes of a room for `n` tokens."""
-        return 4 * (2 * n * top_k + n_experts + 1 + n_segments(n * top_k) * n_experts)
+        return 4 * sum(_sizes(n, top_k, n_experts))
 
     @staticmethod
     def of(room: Tensor, n: int, top_k: int, *, n_experts: int) -> "SortedPairs":
-        """Carve it out of `room`, u8 [>= nbytes] and aligned to 4 bytes; contents are as they were."""
-        values = room[: SortedPairs.nbytes(n, top_k, n_experts)].view(torch.int32)
-        n_segs = n_segments(n * top_k)
-        order, places, offsets, nexts = values.split((n * top_k, n * top_k, n_experts + 1, n_segs * n_experts))
-        return SortedPairs(order, offsets, places.view(n, top_k), nexts.view(n_segs, n_experts))
+        """Carve it out of `room`, u8 [>= nbytes] and aligned to 16 bytes, as each part then is whatever `n`: kernels
+        are compiled for it. Contents are as they were."""
+        sizes, n_segs = _sizes(n, top_k, n_experts), n_segments(n * top_k)
+        order, places, offsets, nexts = room[: 4 * sum(sizes)].view(torch.int32).split(sizes)
+        return SortedPairs(
+            order[: n * top_k],
+            offsets[: n_experts + 1],
+            places[: n * top_k].view(n, top_k),
+            nexts[: n_segs * n_experts].view(n_segs, n_experts),
+        )
 
     @property
     def n_experts(self) -> int:
         return self.offsets.shape[0] - 1
+
+
+def _sizes(n: int, top_k: int, n_experts: int) -> tuple[int, ...]:
+    """int32 of order, places, offsets and nexts, each a multiple of 16 bytes."""
+    sizes = n * top_k, n * top_k, n_experts + 1, n_segments(n * top_k) * n_experts
+    return tuple(-(-size // 4) * 4 for size in sizes)
 
 
 def n_segments(n_pairs: int) -> int:

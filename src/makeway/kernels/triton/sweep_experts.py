@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -143,7 +144,7 @@ def run_piece(
         counted = rows.pairs.offsets[begin : begin + n_experts + 1]
         weights = _plain_weights(room, some, matrices, scratch, counted=counted)
         n_pairs = n * min(top_k, n_experts) if counts is None else int(counts()[at : at + n_experts].sum())
-        part = Round(rows.pairs, begin, begin + n_experts, 0, n_pairs)
+        part = Round(rows.pairs, begin, begin + n_experts, 0, n_pairs, triton.next_power_of_2(n_at_a_time))
         _run_rounds(rows, weights, part, matrices=matrices, scratch=scratch)
 
 
@@ -166,7 +167,8 @@ def run_used(
     rows.
     """
     weights = _plain_weights(room, used, matrices, scratch, counted=scratch.each, by_expert=(where, starts))
-    part = Round(rows.pairs, experts.start, experts.stop, 0, n_pairs, n_used=used.shape[0])
+    bins = triton.next_power_of_2(rows.pairs.n_experts)  # a few used ones may be far apart
+    part = Round(rows.pairs, experts.start, experts.stop, 0, n_pairs, bins, n_used=used.shape[0])
     _run_rounds(rows, weights, part, matrices=matrices, scratch=scratch)
 
 
