@@ -205,6 +205,9 @@ class _WatchedPieces:
         with self._recorder.span("experts"):
             self._inner.add(experts)
 
+    def ask_for_kernels(self, layer: int, moe: RoutedInput) -> None:
+        self._inner.ask_for_kernels(layer, moe)
+
 
 class _WatchedModel:
     """Everything of a model, but its mixers are spans."""

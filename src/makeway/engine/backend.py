@@ -7,6 +7,7 @@ Hazard: a backend's numbers (bytes of an item) go into the plan, so one backend 
 
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -68,11 +69,19 @@ class Graphs(Protocol):
 
 
 class Backend(Protocol):
-    """The operations of the models, `numbers` for the plan, how experts change their slots, and the executors."""
+    """The operations of the models, `numbers` for the plan, how experts change their slots, and the executors.
+
+    `chunk_rows`: for each set of kernels that a prompt's chunk may be computed by, a number of rows that takes it;
+    empty where nothing is compiled."""
 
     ops: Ops
     numbers: Numbers
     move_parts: MoveParts
+    chunk_rows: tuple[int, ...]
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """What is asked for inside is compiled at its end, and not run: what is computed inside is garbage."""
+        ...
 
     def step_experts(self, cache: ExpertCache, arena: Arena, *, transient: View, rows: int) -> StepExperts:
         """The executor of decode, for steps of at most `rows` rows."""
@@ -100,6 +109,10 @@ class ReferenceBackend:
         self.ops = REFERENCE
         self.numbers = GPU_REFERENCE_NUMBERS if device.torch_device.type == "cuda" else CPU_NUMBERS
         self.move_parts: MoveParts = device.move_parts
+        self.chunk_rows: tuple[int, ...] = ()
+
+    def compiling(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def step_experts(self, cache: ExpertCache, arena: Arena, *, transient: View, rows: int) -> StepExperts:
         return CachedExperts(cache, self.ops, transient=transient)
@@ -124,8 +137,9 @@ class TritonBackend:
         self.numbers = TRITON_NUMBERS
         from makeway.kernels.cuda.linear import Linears
         from makeway.kernels.cuda.programs import Programs
+        from makeway.kernels.triton.ahead import compiling_ahead
         from makeway.kernels.triton.move import move_parts
-        from makeway.kernels.triton.ops import triton_ops
+        from makeway.kernels.triton.ops import CHUNK_ROWS, triton_ops
 
         where = device.torch_device
         self.move_parts: MoveParts = move_parts
@@ -138,6 +152,13 @@ class TritonBackend:
             beside = Linears(where, self._programs, n_parts=1 << 18)
             self._guess = beside
         self._step: tuple[ExpertCache, StepExperts] | None = None
+        self._compiling_ahead = compiling_ahead
+        self.chunk_rows: tuple[int, ...] = CHUNK_ROWS if where.type == "cuda" else ()
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        with self._compiling_ahead(), nullcontext() if self._programs is None else self._programs.ahead():
+            yield
 
     def step_experts(self, cache: ExpertCache, arena: Arena, *, transient: View, rows: int) -> StepExperts:
         """The same object for the same cache: captured graphs hold its tables. Raises UserError for experts of a type

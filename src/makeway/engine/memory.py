@@ -18,6 +18,7 @@ from makeway.device import Device
 from makeway.engine.backend import Backend, Graphs
 from makeway.engine.handover import Swing
 from makeway.engine.planning import plan_for
+from makeway.engine.warm import PromptWarmUp
 from makeway.errors import UserError
 from makeway.experts.loader import load_experts
 from makeway.experts.policies import Policy
@@ -49,9 +50,10 @@ class EngineMemory:
         progress: Progress | None = None,
         warming: Progress | None = None,
     ) -> None:
-        """Loads the weights and captures the passes that one answer needs; `progress(bytes done, bytes in all)` while
-        the experts are read, `warming(passes done, passes in all)` while passes are captured. `rates` of this machine
-        for the plan. Raises UserError, OutOfPlan, EngineFailed; nothing stays allocated then."""
+        """Loads the weights, compiles the kernels of prompts and captures the passes that one answer needs;
+        `progress(bytes done, bytes in all)` while the experts are read, `warming(steps done, steps in all)` while
+        kernels are compiled. `rates` of this machine for the plan. Raises UserError, OutOfPlan, EngineFailed; nothing
+        stays allocated then."""
         self.device, self.ops, self._file, self._config = device, backend.ops, file, config
         self._backend = backend
         on_gpu = device.torch_device.type == "cuda"
@@ -77,11 +79,7 @@ class EngineMemory:
         try:
             self.swing = self._new_swing()
             self.graphs = self._new_graphs()
-            if self.graphs is not None:
-                n_drafts, with_mtp = self.plan.request.drafts, self.plan.sizes.with_mtp
-                for done, total in self.graphs.warm_up(n_sequences=1, n_drafts=n_drafts, with_mtp=with_mtp):
-                    if warming is not None:
-                        warming(done, total)
+            self._warm_up(warming or (lambda done, total: None))
         except BaseException:
             self.store.close()
             raise
@@ -138,6 +136,28 @@ class EngineMemory:
             kept_room=views.get("replay rows"),
         )
         return kv, states
+
+    def _warm_up(self, warming: Progress) -> None:
+        """Compiles what prompts and one answer need."""
+        if self.graphs is None:
+            return
+        n_drafts, with_mtp = self.plan.request.drafts, self.plan.sizes.with_mtp
+        prompts = PromptWarmUp(
+            self._file,
+            self.model,
+            self.plan,
+            backend=self._backend,
+            arena=self.arena,
+            cache=self.swing.cache,
+            kv=self.kv,
+            states=self.states,
+            input_type=self.input_type,
+        )
+        for done, total in self.graphs.warm_up(n_sequences=1, n_drafts=n_drafts, with_mtp=with_mtp):
+            if done == 0:
+                warming(0, total + 1)
+                prompts.run()
+            warming(done + 1, total + 1)
 
     def _new_graphs(self) -> Graphs | None:
         """Captured steps, where the backend has them."""

@@ -45,6 +45,10 @@ class Pieces(Protocol):
         pieces are of so many chosen experts, else of so many experts."""
         ...
 
+    def ask_for_kernels(self, layer: int, moe: RoutedInput) -> None:
+        """Launches what any piece of the layer may launch, where launches do nothing; `moe` holds anything."""
+        ...
+
 
 class KnownUses:
     """Uses that the host has counted."""
@@ -74,6 +78,9 @@ class ReferencePieces:
         n_experts = self._store.layers[layer].n_experts
         self._counts = np.array(uses(moe.ids, n_experts=n_experts), dtype=np.int64)
         return KnownUses(self._counts)
+
+    def ask_for_kernels(self, layer: int, moe: RoutedInput) -> None:
+        return None
 
     def place(self, where: NDArray[np.int64]) -> None:
         self._where = where

@@ -123,6 +123,15 @@ class TritonPieces:
             counts=None if fits and n * top_k < WORTH_WAITING else lambda: uses.get()[these],
         )
 
+    def ask_for_kernels(self, layer: int, moe: RoutedInput) -> None:
+        n_experts = self._cache.store.layers[layer].n_experts
+        self.start(layer, moe)
+        assert self._uses is not None
+        for counts in (None, np.ones(n_experts, dtype=np.int64)):  # what the host may know of who has rows
+            self._uses.counts = counts
+            self.place(np.zeros(n_experts, dtype=np.int64))
+            self.add(range(min(self._piece, n_experts)))
+
     def _carve(self, n: int, top_k: int, n_experts: int, matrices: ExpertMatrices) -> tuple[SortedPairs, SweepScratch]:
         """The sort, and behind it scratch for as many rows as there is room for. Raises EngineFailed."""
         pairs = SortedPairs.of(self._workspace, n, top_k, n_experts=n_experts)

@@ -6,6 +6,7 @@ import torch
 from makeway.gguf.types import GGMLType
 from makeway.kernels import Weight
 from makeway.kernels.triton import chunk_linear as module
+from makeway.kernels.triton.ahead import compiling_ahead
 from makeway.kernels.triton.chunk_linear import (
     LinearScratch,
     can_multiply,
@@ -144,6 +145,15 @@ def test_other_bytes_at_the_same_place_are_decoded(device):
         out = torch.empty((9, 40), device=device)
         chunk_linear(x, Weight(memory.view_as(memory), weight.type, 96), out=out, scratch=scratch)
         assert torch.equal(out.cpu(), run(x, weight, device))
+
+
+def test_what_was_only_compiled_is_not_taken_for_decoded(device):
+    memory = random_weight(GGMLType.Q8_0, 40, 96).raw.to(device)
+    weight, out = Weight(memory, GGMLType.Q8_0, 96), torch.empty((9, 40), device=device)
+    scratch = LinearScratch.of(torch.full((1 << 16,), 255, dtype=torch.uint8, device=device))
+    with compiling_ahead():
+        chunk_linear(activations(9, 96).to(device), weight, out=out, scratch=scratch)
+    assert scratch.find([weight]) is None
 
 
 def test_what_is_decoded_alike_and_fits_goes_together(device):

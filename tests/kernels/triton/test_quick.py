@@ -17,6 +17,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from makeway.kernels.triton import quick as module
+from makeway.kernels.triton.ahead import compiling_ahead
 from makeway.kernels.triton.quick import Quick, kind_of, quick
 
 
@@ -27,11 +28,11 @@ def kernel(x, n, scale, out, BLOCK: tl.constexpr, FAST: tl.constexpr):
 @pytest.fixture
 def launches(monkeypatch):
     """What Triton was asked for, and what its binaries were given; a GPU's stream stands in."""
-    found = SimpleNamespace(asked=[], ran=[], ready=True)
+    found = SimpleNamespace(asked=[], ran=[], compiled=[], ready=True)
     monkeypatch.setattr(module, "_place", lambda: (0, 77))
 
     def run(self, *arguments, grid, warmup, **constants):
-        found.asked.append((grid, arguments, constants))
+        (found.compiled if warmup else found.asked).append((grid, arguments, constants))
         compiled = SimpleNamespace(function=len(found.asked) if found.ready else None, packed_metadata=(4, 1, 0))
         compiled.run = lambda *what: found.ran.append(what)
         return compiled
@@ -70,6 +71,17 @@ def test_a_kernel_that_is_still_being_compiled_is_asked_for_again(launches):
     for _ in range(2):
         quick_kernel[(1,)](x, 16, 1.0, x, BLOCK=16, FAST=False)
     assert len(launches.asked) == 2
+
+
+def test_nothing_runs_while_kernels_are_compiled_ahead_not_even_what_is_known(launches):
+    quick_kernel, x = made(), torch.zeros(16)
+    quick_kernel[(1,)](x, 16, 1.0, x, BLOCK=16, FAST=False)
+    with compiling_ahead():
+        for fast in (False, True):
+            quick_kernel[(1,)](x, 16, 1.0, x, BLOCK=16, FAST=fast)
+    assert len(launches.asked) == 1
+    assert not launches.ran
+    assert [constants["FAST"] for _, _, constants in launches.compiled] == [False, True]
 
 
 def test_what_varies_is_not_taken_for_a_constant(launches):

@@ -1,4 +1,5 @@
-"""Compiling many kernels at once: what runs inside `compiling_ahead` launches no kernel that is not compiled yet.
+"""Compiling many kernels at once: what runs inside `compiling_ahead` launches no kernel that is not compiled yet, and
+no `quick` one at all.
 
 Owns the compiler's threads, while it is open. Never leaves a kernel behind that does nothing: at the end each is the
 compiled one, or, after a fault, unknown again.
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from triton import AsyncCompileMode
+from triton.runtime._async_compile import active_mode
 
 MOST_THREADS = 16
 
@@ -58,6 +60,11 @@ class _Ahead(AsyncCompileMode):  # type: ignore[misc]
                 failed[0].result()
             finally:  # a fault holds the frames it passed, with the engine's memory: none of them may hold it
                 del ends, failed, job
+
+
+def is_ahead() -> bool:
+    """Whether this is inside `compiling_ahead`."""
+    return isinstance(active_mode.get(), _Ahead)
 
 
 @contextmanager

@@ -144,6 +144,7 @@ def tiles_of(n_keys, KEYS: tl.constexpr, MOST_SPLITS: tl.constexpr):
     return n_tiles, tl.cdiv(n_tiles, MOST_SPLITS)
 
 
+@quick
 @triton.jit(do_not_specialize=["table_stride"])
 def row_kernel(
     q,
@@ -220,6 +221,7 @@ def row_kernel(
     tl.store(sums + place * 2 + 1, total, mask=inside)
 
 
+@quick
 @triton.jit(do_not_specialize=["n_splits"])
 def combine_kernel(
     gate,

@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from makeway.gguf.types import GGMLType
+from makeway.kernels.triton.ahead import is_ahead
 from makeway.kernels.triton.decode import QuantMatrix, decode_matrices, decode_stack
 from makeway.kernels.triton.gemm import Tile, described, multiply, multiply_described, tiles_of
 from makeway.kernels.triton.quick import quick
@@ -66,7 +67,7 @@ class LinearScratch:
             self.decoded.clear()
             first = 0
         assert first + n_values <= self.weights.numel()
-        if weights:
+        if weights and not is_ahead():  # where nothing is decoded nothing is to be found
             self.decoded.pop(_addresses(weights), None)
             raws = tuple(weakref.ref(w.raw) for w in weights)
             self.decoded[_addresses(weights)] = _Decoded(first, first + n_values, raws)

@@ -14,6 +14,7 @@ from makeway.kernels.rows import ConvState, Rows
 from makeway.kernels.triton.chunk_conv import chunk_conv, conv_arguments
 from makeway.kernels.triton.launch import begin, overlap
 from makeway.kernels.triton.linear import MAX_ROWS
+from makeway.kernels.triton.quick import quick
 from makeway.kernels.triton.small import sigmoid_of
 
 ADVANCE, KEEP, REPLAY = 1, 2, 3
@@ -32,6 +33,7 @@ def input_at(i, c, inside, x, tail, kept, first, n_replay, channels, x_stride, k
     return tl.load(at + c, mask=inside, other=0.0)
 
 
+@quick
 @triton.jit
 def conv_kernel(
     x,

@@ -18,12 +18,14 @@ from makeway.kernels.triton.chunk_delta import DeltaScratch, delta_rule_chunks
 from makeway.kernels.triton.conv import ADVANCE, KEEP, REPLAY
 from makeway.kernels.triton.launch import begin, overlap
 from makeway.kernels.triton.linear import MAX_ROWS
+from makeway.kernels.triton.quick import quick
 from makeway.kernels.triton.small import sigmoid_of, softplus_of
 
 DELTA_COLUMNS = 32  # columns of a head's state in a program
 DELTA_WARPS = 4
 
 
+@quick
 @triton.jit(do_not_specialize=["n"])
 def delta_kernel(
     state,

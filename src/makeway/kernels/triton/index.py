@@ -195,6 +195,7 @@ def count_bins(bins, score, counted, N_BINS: tl.constexpr, LOW_BITS: tl.constexp
     tl.atomic_add(bins + place, 1, mask=counted & (place < N_BINS - 1), sem="relaxed")
 
 
+@quick
 @triton.jit(do_not_specialize=["table_stride"])
 def row_score_kernel(
     q,

@@ -28,6 +28,9 @@ from makeway.kernels.weight import Weight
 LINEAR_BYTES = 192 << 20  # of decoded weights at a time, for chunks: a layer's, so that each is decoded once a layer
 DELTA_TOKENS = 2048  # prepared at a time, for chunks
 INDEX_ROWS = 256  # of a chunk whose scores are there together: enough to fill a GPU
+CHUNK_ROWS = (*range(1, linear.MAX_ROWS + 2), chunks.FEW, chunks.FEW + 1)
+"""Rows of chunks that take different kernels: a step's matrices have one for each number of rows, the rest goes by what
+fits a ring of raw keys and by the tile."""
 LEAST_BLOCKS = 1 << 12  # of the scratch for scores; its sizes are powers of two, so all of them together are < 2 x one
 
 

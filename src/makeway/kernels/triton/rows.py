@@ -11,12 +11,14 @@ from torch import Tensor
 
 from makeway.kernels.triton.launch import begin, overlap
 from makeway.kernels.triton.linear import can_multiply
+from makeway.kernels.triton.quick import quick
 from makeway.kernels.triton.unpack import code_table, plane_values, planes_for
 from makeway.kernels.weight import Weight
 
 ROWS = 8  # of a program
 
 
+@quick
 @triton.jit(do_not_specialize=["n_rows"])
 def rows_kernel(
     raw,
