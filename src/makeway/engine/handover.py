@@ -98,7 +98,7 @@ class Swing:
             self.finish_refill()
             self.phases.to(Phase.PREFILL)
             assert self.decode is not None
-            self.decode.settle()
+            self.decode.make_way()
             self.decode = None
             self._bytes_before = self.device.link_bytes
             self._release_s, self._n_tokens = 0.0, 0

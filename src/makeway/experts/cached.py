@@ -84,10 +84,12 @@ class CachedExperts:
         self._follower.end_step(step.fetched, ids)
 
     def settle(self) -> None:
-        """Between steps: decide about the last one now, so that nothing waits when slots are lent."""
         if self._step.routed:
             raise EngineFailed("experts settle between steps, and a step is open")
         self._follower.decide()
+
+    def make_way(self) -> None:
+        self.settle()
 
     def _run(self, moe: RoutedInput, ready: list[tuple[int, Weights]], *, n_fetched: int) -> None:
         if n_fetched:

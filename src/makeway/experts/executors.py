@@ -27,7 +27,11 @@ class StepExperts(Experts, Protocol):
         ...
 
     def settle(self) -> None:
-        """Between steps: decide about the last one now, so that nothing waits when slots are lent."""
+        """Between steps: decide about the last one now."""
+        ...
+
+    def make_way(self) -> None:
+        """Between steps: slots are lent next. Nothing of the last step waits for a decision that could change them."""
         ...
 
 

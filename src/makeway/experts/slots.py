@@ -249,10 +249,19 @@ class SlotTable:
 
     def unpublish_targets(self, moves: Moves) -> None:
         """Before the copies of `moves` are issued: their targets and sources leave the published table."""
-        cold = self.expert_of[moves.layers, moves.targets] != NONE
-        self.unpublish(moves.layers[cold], moves.targets[cold])
-        self.unpublish(moves.layers, moves.sources)
-        self.fill(moves.layers, moves.targets, moves.experts)
+        layers, experts, sources, targets = moves.layers, moves.experts, moves.sources, moves.targets
+        self._check(layers, targets)
+        _require((self.expert_of[layers, sources] == experts).all(), "an expert that moves is not published")
+        _require(not self.is_spare[layers, targets].any(), "a spare is published only by keep")
+        out = self.expert_of[layers, targets]
+        cold = out != NONE
+        self.slot_of[layers[cold], out[cold]] = NONE
+        self.slot_of[layers, experts] = NONE
+        self.expert_of[layers, targets] = self.expert_of[layers, sources] = self.holds[layers, sources] = NONE
+        self.holds[layers, targets] = experts
+        self.epochs[layers, targets] += 1
+        self.n_published -= int(layers.size + cold.sum())
+        self.epoch += 1
 
     def lend(self, n_kept: int) -> Lent:
         """Ranks >= n_kept of every layer leave the table in one call; returns what was published there.

@@ -143,6 +143,11 @@ class StepTables:
         assert self._done is None
         self._done = _Done(self._filled, self._reports[0], self.n_rows.copy(), self._host_told[0].slot_of)
 
+    def forget_fetched(self) -> None:
+        """What the last step put into spares will be overwritten before its report is read."""
+        if self._done is not None:
+            self._done.report.fetched.fill(NONE)
+
     def read_report(self) -> None:
         """Count what the last step did, mark the spares that it filled, and leave the decision to the policy."""
         if self._done is None:

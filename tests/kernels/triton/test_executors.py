@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from makeway.errors import EngineFailed
 from makeway.experts.executors import DirectExperts
 from makeway.experts.routed import RoutedInput
 from makeway.kernels import REFERENCE
@@ -114,6 +115,27 @@ def test_a_step_is_told_ahead_and_again_when_something_has_changed():
     tables.send()
     assert torch.equal(tables.slot_of, torch.from_numpy(table.slot_of))
     assert tables.slot_of[0, 2] == -1
+
+
+def test_what_the_last_step_fetched_is_forgotten_when_slots_are_lent_but_it_is_counted():
+    rig = Rig("qwen3moe-base-bf16.gguf", slots=2, uploads=2)
+    executor = DeviceExperts(rig.cache, arena=rig.arena.whole, most_rows=1, multiply=ask)
+    tables, table, counters = executor._tables, rig.cache.table, rig.cache.counters
+    for ids in ([3, 4], [3, 4], [5, 6]):
+        executor.begin_pass(slice(0, 1), 1)
+        with pytest.raises(EngineFailed, match="a step is open"):
+            executor.make_way()
+        tables.routed.fill_(-1)
+        tables.routed[0, 0, :2] = tables.fetched[0] = torch.tensor(ids)
+        executor.end_step()
+    assert table.slot_of[0, [3, 4]].min() >= 0
+    counted, holds = counters.hits + counters.misses, table.holds.copy()
+    executor.make_way()
+    table.unpublish(*np.nonzero(table.expert_of != -1))  # there is room for all
+    executor.settle()
+    assert counters.hits + counters.misses == counted + 2
+    assert table.n_published == 0
+    assert set(table.holds.ravel()) <= set(holds.ravel())
 
 
 @pytest.mark.slow
