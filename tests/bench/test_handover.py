@@ -3,7 +3,8 @@
 import pytest
 
 from makeway import UserError
-from makeway.bench.handover import bench_handover, needed_context
+from makeway.bench.activity import COPY, Span
+from makeway.bench.handover import Fetch, bench_handover, crossed, needed_context
 from makeway.bench.report import Report
 from makeway.bench.rig import Setup
 from makeway.config import EngineConfig
@@ -28,6 +29,7 @@ def test_an_answer_is_interrupted_and_goes_on(handover):
     copies = figures["  its copies"]  # on a CPU those of steps too
     assert copies["median"] > 0
     assert copies["bound"] > 0
+    assert figures["  the link meanwhile"]["median"] == copies["median"], "no step fetches beside the copies"
     assert any("nothing was lent" in remark for remark in document["remarks"]) != lends
     pause = figures["pause of an answer, prompt of 24 tokens"]
     assert pause["n"] == 2
@@ -43,6 +45,12 @@ def test_an_answer_is_interrupted_and_goes_on(handover):
         assert record["restored_bytes"] == record["restore_planned_bytes"]
         assert (record["restored_bytes"] > 0) == lends
         assert record["pause_s"] > record["release_s"] + record["sweep_s"] + record["restore_s"]
+
+
+def test_steps_fetch_while_experts_come_back():
+    copies = [Span(COPY, 2.0, 4.0, 100), Span(COPY, 3.0, 5.0, 60)]
+    fetches = [Fetch(0.0, 1.0, 8), Fetch(1.0, 3.0, 10), Fetch(3.0, 4.0, 7), Fetch(4.0, 8.0, 40)]
+    assert crossed(copies, fetches) == (160, 5 + 7 + 10, 3.0)
 
 
 def test_what_cannot_be_measured_is_refused():

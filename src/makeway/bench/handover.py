@@ -38,6 +38,15 @@ class Interruption:
         return self.before.n_steps + 1 + self.after.n_steps + self.n_late + self.later.n_steps
 
 
+@dataclass(frozen=True)
+class Fetch:
+    """A step of an answer, seconds since the recorder went on: what it fetched over the link, wrong guesses too."""
+
+    begin_s: float
+    end_s: float
+    n_bytes: int
+
+
 def needed_context(n_tokens: int, *, n_handovers: int, steps: int, first: int) -> int:
     """Tokens of KV that `bench_handover` needs."""
     return n_tokens + _FIRST_PROMPT + _answer_tokens(n_handovers, steps=steps, first=first) + 2 * BLOCK_TOKENS
@@ -64,12 +73,12 @@ def bench_handover(
             found.append(_interrupt(rig, n_tokens, context=context, steps=steps, first=first))
             context += found[-1].n_steps
         with rig.recorder.on(rig.engine.device.torch_device):
-            _interrupt(rig, n_tokens, context=context, steps=steps, first=first)
+            fetches = _watch(rig, n_tokens)
         spans = rig.recorder.spans()
         rig.cancel([answer])
         found = found[1:]  # in the first one kernels are compiled
         _put(rig, report, found)
-        _put_link(rig, report, spans)
+        _put_link(rig, report, spans, fetches)
         report.facts["handovers"] = [{"pause_s": i.pause_s, **asdict(i.handover)} for i in found]
 
 
@@ -99,17 +108,56 @@ def _interrupt(rig: Rig, n_tokens: int, *, context: int, steps: int, first: int)
     return Interruption(before, after, later, n_late, pause_s, rig.swing.last)
 
 
-def _put_link(rig: Rig, report: Report, spans: Sequence[Span]) -> None:
+def _watch(rig: Rig, n_tokens: int) -> list[Fetch]:
+    """One prompt with the recorder on, which has just gone on: the steps of the answer behind it, until the cache is
+    back. A step's misses are counted when its report is read, while the next step runs."""
+    origin, n_before = time.perf_counter(), rig.swing.n_handovers
+    rig.ask(rig.tokens(n_tokens))
+    while rig.swing.n_handovers == n_before:
+        rig.step()
+    marks = [(time.perf_counter() - origin, _fetched_bytes(rig))]
+    n_behind = 0
+    while n_behind < 2:
+        rig.step()
+        marks.append((time.perf_counter() - origin, _fetched_bytes(rig)))
+        n_behind += not rig.swing.is_refilling
+        if len(marks) > MOST_REFILL_STEPS:
+            raise UserError(f"the cache is not back {MOST_REFILL_STEPS} steps after a prompt")
+    rows = zip(marks, marks[1:], marks[2:], strict=False)
+    return [Fetch(begin, end, later - before) for (begin, _), (end, before), (_, later) in rows]
+
+
+def _fetched_bytes(rig: Rig) -> int:
+    counts = rig.counts()
+    return round((counts.misses + counts.guesses - counts.right_guesses) * counts.expert_bytes)
+
+
+def crossed(copies: Sequence[Span], fetches: Sequence[Fetch]) -> tuple[int, int, float]:
+    """From the first copy's beginning to the last one's end: bytes of the copies, those that steps fetched meanwhile,
+    and seconds. A step's fetches are taken to be spread evenly over it."""
+    begin, end = min(copy.begin_s for copy in copies), max(copy.end_s for copy in copies)
+    fetched = 0.0
+    for fetch in fetches:
+        inside = min(fetch.end_s, end) - max(fetch.begin_s, begin)
+        fetched += fetch.n_bytes * max(0.0, inside) / (fetch.end_s - fetch.begin_s)
+    return sum(copy.n_bytes for copy in copies), round(fetched), end - begin
+
+
+def _put_link(rig: Rig, report: Report, spans: Sequence[Span], fetches: Sequence[Fetch]) -> None:
     """The rate of the link from the restore's first copy to its last: what the steps between two looks hide from
     `refill beside decode`. On a GPU misses of steps are not among these copies, but share the link."""
     swept = max((span.end_s for span in spans if span.what == "experts"), default=0.0)
     copies = [span for span in spans if span.what == COPY and span.begin_s >= swept]
-    if copies:
-        n_bytes = sum(span.n_bytes for span in copies)
-        seconds = max(span.end_s for span in copies) - min(span.begin_s for span in copies)
-        note = f"{n_bytes / 1e9:.4g} GB, from the first copy to the last, recorder on"
-        bound = rig.rates.link_bytes_per_s / 1e9
-        report.figures.append(Figure("  its copies", "GB/s", (n_bytes / 1e9 / seconds,), bound=bound, note=note))
+    if not copies:
+        return
+    on_gpu = rig.engine.device.torch_device.type == "cuda"
+    n_bytes, fetched, seconds = crossed(copies, fetches if on_gpu else [])
+    bound = rig.rates.link_bytes_per_s / 1e9
+    note = f"{n_bytes / 1e9:.4g} GB, from the first copy to the last, recorder on"
+    report.figures.append(Figure("  its copies", "GB/s", (n_bytes / 1e9 / seconds,), bound=bound, note=note))
+    note = f"with {fetched / 1e9:.4g} GB that steps fetched"
+    rate = (n_bytes + fetched) / 1e9 / seconds
+    report.figures.append(Figure("  the link meanwhile", "GB/s", (rate,), bound=bound, note=note))
 
 
 def _put(rig: Rig, report: Report, found: Sequence[Interruption]) -> None:
