@@ -20,6 +20,11 @@ from makeway.kernels.triton.launch import begin
 triton.runtime.driver.set_active(SimpleNamespace(
     get_current_device=lambda: 0, get_current_stream=lambda device: 0,
     get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    launcher_cls=lambda source, metadata: lambda *arguments: None,
+    utils=SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": 1 << 17, "warpSize": 32},
+        load_binary=lambda name, *_: ("module", name, 32, 0, 1024),
+    ),
 ))
 
 @triton.jit
@@ -49,6 +54,7 @@ with compiling_ahead():
 assert torch.equal(x, torch.ones(16)), "something ran"
 assert len(known(double_kernel)) == 2
 assert all(isinstance(k, CompiledKernel) for k in known(double_kernel))
+assert all(k.function == "double_kernel" for k in known(double_kernel)), "they are not loaded"
 assert [k.metadata.launch_pdl for k in known(early_kernel)] == [False, True]
 assert ["griddepcontrol.wait" in k.asm["ptx"] for k in known(early_kernel)] == [False, True]
 

@@ -1,8 +1,8 @@
 """Compiling many kernels at once: what runs inside `compiling_ahead` launches no kernel that is not compiled yet, and
 no `quick` one at all.
 
-Owns the compiler's threads, while it is open. Never leaves a kernel behind that does nothing: at the end each is the
-compiled one, or, after a fault, unknown again.
+Owns the compiler's threads, while it is open; they load what they have compiled onto the GPU. Never leaves a kernel
+behind that does nothing: at the end each is the compiled one, or, after a fault, unknown again.
 Hazard: what is computed inside is garbage, so nothing may be read from it, and nothing may depend on its values.
 """
 
@@ -30,6 +30,14 @@ class _NotYet:
         return None
 
 
+def _compiled_and_loaded(compile_one: Callable[[], Any]) -> Any:
+    """Ready to be launched: Triton loads a kernel at its first launch, and up to 3.6 has a C compiler make the launcher
+    then."""
+    kernel = compile_one()
+    _ = kernel.run
+    return kernel
+
+
 class _Ahead(AsyncCompileMode):  # type: ignore[misc]
     """Triton's mode for compiling in threads, in which a launch waits for its kernel; here it does not."""
 
@@ -41,7 +49,7 @@ class _Ahead(AsyncCompileMode):  # type: ignore[misc]
     def submit(self, key: Any, compile_one: Callable[[], Any], finish: Callable[[Any], None], *_: Any) -> _NotYet:
         """`finish(kernel)` makes the kernel known; several launches may share a key, each with its own `finish`."""
         if key not in self._jobs:
-            self._jobs[key] = self.executor.submit(compile_one)
+            self._jobs[key] = self.executor.submit(_compiled_and_loaded, compile_one)
         self._ends.append((finish, self._jobs[key]))
         return _NotYet()
 
