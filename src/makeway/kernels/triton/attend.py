@@ -176,39 +176,42 @@ def row_kernel(
     RATIO 0: token t is key t. Else key e is token e % RATIO of the block number e // RATIO of the row's choice, the
     incomplete block coming last.
     """
-    begin(PDL)
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     n_heads = tl.num_programs(1) * GROUP
     segment = tl.load(row_segment + row)
-    if segment < 0:
-        return
     position = tl.load(positions + row).to(tl.int32)
     n_complete = (position + 1) // RATIO if RATIO > 0 else 0
     n_chosen = tl.minimum(n_complete, n_select)
     n_keys = n_chosen * RATIO + (position + 1) % RATIO if RATIO > 0 else position + 1
     n_tiles, n_together = tiles_of(n_keys, KEYS, MOST_SPLITS)
     first = split * n_together
-    if first >= n_tiles:
+    blocks = block_tables + tl.maximum(segment, 0).to(tl.int64) * table_stride
+    block = 0
+    if RATIO == 0:  # a tile lies in one block
+        block = tl.load(blocks + tl.minimum(first, n_tiles - 1) * KEYS // BLOCK_TOKENS)
+    begin(PDL)
+    if (segment < 0) | (first >= n_tiles):
         return
     head = tl.arange(0, M)
     i = tl.arange(0, D)
     q_at = q + row * q_row + (kv_head * GROUP + head[:, None]) * q_head + i[None, :]
     queries, low = high_and_low(tl.load(q_at, mask=head[:, None] < GROUP, other=0.0) * scale, HALF)
-    blocks = block_tables + segment.to(tl.int64) * table_stride
     best = tl.full([M], -float("inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, D], tl.float32)
     for tile in range(first, tl.minimum(first + n_together, n_tiles)):
         e = tile * KEYS + tl.arange(0, KEYS)
         visible = e < n_keys
-        tokens = e
         if RATIO > 0:
             number = e // RATIO
-            block = tl.load(selected + row * n_select + number, mask=number < n_chosen, other=0)
-            tokens = tl.where(number < n_chosen, block, n_complete) * RATIO + e % RATIO
-        place = key_places(tokens, visible, blocks, BLOCK_TOKENS)
+            chosen = tl.load(selected + row * n_select + number, mask=number < n_chosen, other=0)
+            tokens = tl.where(number < n_chosen, chosen, n_complete) * RATIO + e % RATIO
+            place = key_places(tokens, visible, blocks, BLOCK_TOKENS)
+        else:
+            place = block.to(tl.int64) * BLOCK_TOKENS + e % BLOCK_TOKENS
+            block = tl.load(blocks + tl.minimum(tile + 1, n_tiles - 1) * KEYS // BLOCK_TOKENS)
         at = (place * tl.num_programs(1) + kv_head)[:, None] * D + i[None, :]
         keys = tl.load(key_pool + at)
         values = tl.load(value_pool + at)
@@ -243,16 +246,17 @@ def combine_kernel(
     PDL: tl.constexpr,
 ):
     """The splits of a row and head, in order; a padding row gets zeros."""
-    begin(PDL)
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
+    segment = tl.load(row_segment + row)
+    position = tl.load(positions + row).to(tl.int32)
+    begin(PDL)
     i = tl.arange(0, D)
     place = row * tl.num_programs(0) + head
     acc = tl.zeros([D], tl.float32)
-    if tl.load(row_segment + row) < 0:
+    if segment < 0:
         tl.store(out + place * D + i, acc)
         return
-    position = tl.load(positions + row).to(tl.int32)
     n_keys = position + 1
     if RATIO > 0:
         n_keys = tl.minimum((position + 1) // RATIO, n_select) * RATIO + (position + 1) % RATIO
@@ -328,6 +332,7 @@ def attend(
         most = min(most, n_select * ratio + ratio - 1)
     keys = row_keys(half)
     n_splits = min(triton.cdiv(most, keys), MOST_SPLITS)
+    assert ratio or kv.block_tokens % keys == 0
     parts = torch.empty((n, n_heads, n_splits, d), dtype=torch.float32, device=q.device)
     sums = torch.empty((n, n_heads, n_splits, 2), dtype=torch.float32, device=q.device)
     row_kernel[(n_splits, n_kv, n)](

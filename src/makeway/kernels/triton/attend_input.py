@@ -46,21 +46,21 @@ def attend_input_kernel(
     PDL: tl.constexpr,
 ):
     """One head of a row: of q, then of k, then of v."""
-    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     i = tl.arange(0, PADDED)
     inside = i < D
     position = tl.load(positions + row)
+    segment = tl.load(row_segment + row)
+    table = block_tables + tl.maximum(segment, 0).to(tl.int64) * table_stride
+    block = tl.load(table + position // BLOCK_TOKENS)
+    begin(PDL)
     if head < HEADS:
         at = q + row * q_row + head * q_head
         value = normed_and_turned(at, q_gamma, turns, position, scale, eps, D, PADDED, HALF, 1)
         tl.store(out + (row * HEADS + head) * D + i, value, mask=inside)
     else:
-        segment = tl.load(row_segment + row)
         lives = i < tl.where(segment >= 0, D, 0)
-        table = block_tables + tl.maximum(segment, 0).to(tl.int64) * table_stride
-        block = tl.load(table + position // BLOCK_TOKENS)
         place = block.to(tl.int64) * BLOCK_TOKENS + position % BLOCK_TOKENS
         if head < HEADS + KV_HEADS:
             kv_head = head - HEADS

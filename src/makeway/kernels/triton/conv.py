@@ -67,7 +67,6 @@ def conv_kernel(
     NORM: silu behind the convolution, and the first 2 n_k_heads blocks of channels are heads of q (scaled) and k, of
     length 1 then.
     """
-    begin(PDL)
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = c < channels
     segment = tl.program_id(1)
@@ -75,6 +74,7 @@ def conv_kernel(
     replayed = tl.load(n_replay + segment)
     first = tl.load(first_row + segment)
     place = tl.load(places + segment).to(tl.int64)
+    begin(PDL)
     tail += place * tail_place
     kept += place * kept_place
     if MODE == 3:

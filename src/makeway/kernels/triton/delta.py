@@ -68,20 +68,17 @@ def delta_kernel(
 
     RAW: decay and beta of new rows are alpha and beta's logit; what they become goes to gates_out [2, n, heads].
     """
-    begin(PDL)
     head = tl.program_id(1)
     n_heads = tl.num_programs(1)
     segment = tl.program_id(2)
     n_new = tl.load(n_rows + segment)
     replayed = tl.load(n_replay + segment)
-    if MODE == 3:
-        n_new = 0
-        if replayed == 0:
-            return
-    elif n_new == 0:
-        return
     first = tl.load(first_row + segment)
     place = tl.load(places + segment).to(tl.int64)
+    n_run = n_new
+    if MODE == 3:
+        n_new = 0
+        n_run = replayed
     k_head = head % n_k_heads if GROUP == 0 else head // GROUP
     i = tl.arange(0, D_K)
     j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -89,7 +86,10 @@ def delta_kernel(
     kept_k += place * k_place + k_head * D_K
     kept_v += place * kept_v_place + head * D_V
     kept_gates += place * gates_place + head
-    s = tl.load(state_at)
+    s = tl.load(state_at, mask=i[:, None] < n_run * D_K, other=0.0)
+    begin(PDL)
+    if n_run == 0:
+        return
     for t in range(replayed + n_new):
         row = (first + t - replayed).to(tl.int64)
         k_at = k + row * q_row + k_head * D_K

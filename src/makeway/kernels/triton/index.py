@@ -227,18 +227,19 @@ def row_score_kernel(
     A query's high and low parts lie in one tile of the tensor cores: half the products, and half the registers, so that
     all programs of a long context run at once.
     """
-    begin(PDL)
     start = tl.program_id(0) * KEYS
     row = tl.program_id(1).to(tl.int64)
     segment = tl.load(row_segment + row)
     n = (tl.load(positions + row).to(tl.int32) + 1) // RATIO
+    number = start + tl.arange(0, KEYS)
+    inside = number < n
+    tables = block_tables + tl.maximum(segment, 0).to(tl.int64) * table_stride
+    place = key_places(number, inside, tables, PER_BLOCK)
+    begin(PDL)
     if (segment < 0) | (start >= n) | (n <= n_select):
         return
     m = tl.arange(0, 2 * HEADS)[:, None]
     i = tl.arange(0, D)[None, :]
-    number = start + tl.arange(0, KEYS)
-    inside = number < n
-    place = key_places(number, inside, block_tables + segment.to(tl.int64) * table_stride, PER_BLOCK)
     query = tl.load(q + row * q_row + m % HEADS * D + i, mask=m % HEADS < N_HEADS, other=0.0)
     keys = tl.load(pooled + place[:, None] * D + i)
     if HALF:

@@ -1,7 +1,8 @@
 """Launches that may begin while the kernel before them still runs (CUDA's programmatic dependent launches).
 
-Owns the rule that keeps them right: such a kernel calls `begin` before its first load, store or return, in every
-program. Never lets a kernel start early where the GPU cannot make it wait.
+Owns the rule that keeps them right: such a kernel calls `begin` before its first store or return, in every program, and
+before it loads anything that a kernel of the same pass has written; what was there before the pass (whose rows these
+are, block tables, a recurrent state that nobody else touches) may be on its way while the kernel waits. Never lets a kernel start early where the GPU cannot make it wait.
 Hazard: a kernel that skips the wait ends before those in front of it have, and the next one's wait covers it alone.
 """
 
@@ -16,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 @triton.jit
 def begin(PDL: tl.constexpr):
     """Where PDL: waits until every kernel before has ended and its stores are visible, then lets the next one start
-    (which waits in turn). The first statement of a kernel that is launched with `overlap`."""
+    (which waits in turn). In every kernel that is launched with `overlap`."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
