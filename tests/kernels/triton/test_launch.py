@@ -111,8 +111,11 @@ def test_a_wait_behind_an_access_is_found():
         "st.shared.b32 [%r1], %r2;",
     )
     parameter = "ld.param.b64 %rd1, [k_param_0];"
-    assert waits_first("\n".join((parameter, shared, wait, load)))
-    assert not waits_first("\n".join((parameter, load)))
+    assert waits_first("\n".join((parameter, shared, wait, load)), reads_early=False)
+    assert not waits_first("\n".join((parameter, load)), reads_early=False)
     for access in (load, "atom.global.add.u32 %r1, [%rd1], 1;", "cp.async.cg.shared.global [%r1], [%rd1], 16;"):
         with pytest.raises(AssertionError, match="before the wait"):
-            waits_first("\n".join((parameter, access, wait)))
+            waits_first("\n".join((parameter, access, wait)), reads_early=False)
+    assert waits_first("\n".join((load, wait)), reads_early=True)
+    with pytest.raises(AssertionError, match="before the wait"):
+        waits_first("\n".join((load, "st.global.b32 [%rd1], %r1;", wait)), reads_early=True)

@@ -1,8 +1,9 @@
 """Launches that may begin while the kernel before them still runs (CUDA's programmatic dependent launches).
 
 Owns the rule that keeps them right: such a kernel calls `begin` before its first store or return, in every program, and
-before it loads anything that a kernel of the same pass has written; what was there before the pass (whose rows these
-are, block tables, a recurrent state that nobody else touches) may be on its way while the kernel waits. Never lets a kernel start early where the GPU cannot make it wait.
+before it loads anything that a kernel of the same pass has written. What was there before the pass (whose rows these
+are, block tables, a recurrent state that nobody else touches) may be on its way while the kernel waits. Never lets a
+kernel start early where the GPU cannot make it wait.
 Hazard: a kernel that skips the wait ends before those in front of it have, and the next one's wait covers it alone.
 """
 
