@@ -26,7 +26,6 @@ from makeway.kernels.triton.guess import Guesses, guess_step
 from makeway.kernels.triton.small import route
 from makeway.memory.sizes import GUESS_LISTS, GUESS_ROUNDS
 
-SURE = (0.75, 1.0)  # share of a router's choice that a round believes: its last ranks are wrong more often than right
 LEAST_RIGHT = 0.5  # share of a layer's guesses: a right one hides a copy, a wrong one delays another by as much
 MEMORY = 0.97  # weight that a step's guesses keep until the next
 TRY_EVERY = 32  # steps, of a layer that has stopped
@@ -102,8 +101,7 @@ class Guesser:
                 self._asks.wait_for(self._fetches, self._place(one))  # the copies of the layer that had the list before
         with self._asks.running(*map(self._place, ahead)):
             for one, first, logits in zip(ahead, is_first, self._multiply(x, [a.router for a in ahead]), strict=True):
-                ids, _ = route(logits, max(1, round(SURE[one.turn] * one.top_k)))
-                self._ask(one, ids, is_first=first, live=live)
+                self._ask(one, route(logits, one.top_k)[0], is_first=first, live=live)
 
     def _ask(self, one: Ahead, ids: Tensor, *, is_first: bool, live: Tensor | None) -> None:
         place, n = self._place(one), self._n // len(GUESS_ROUNDS)
