@@ -54,6 +54,11 @@ POINTERS = {
     "taken": "*i32",
     "arrived": "*i32",
     "told": "*i32",
+    "earlier": "*i32",
+    "earlier_spares": "*i32",
+    "experts_b": "*i32",
+    "offsets_b": "*i64",
+    "arrived_b": "*i32",
 }
 FLOATS = ("out", "parts", "acc_out", "outputs", "weights", "routing")
 HALVES = ("x", "hidden_out", "hidden_in")
@@ -158,20 +163,20 @@ def rows_case(kind: GGMLType, n_cols: int) -> tuple[str, Any, dict[str, Any], di
 
 def cases(every: bool) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, str]]]:
     """Name, kernel, constants, argument types. Small matrices unroll little, so that they compile quickly."""
-    words = {"store": "*i32", "arena": "*i32"}
+    words = {"store": "*i32", "store_b": "*i32", "arena": "*i32"}
     yield "fetch", fetch_kernel, {"WORDS": FETCH_WORDS, "POLLS": POLLS, "num_warps": 8}, words
-    yield "fetch guesses", fetch_guesses_kernel, {"GUESSES": 4, "WORDS": FETCH_WORDS, "num_warps": 8}, words
+    yield "fetch guesses", fetch_guesses_kernel, {"GUESSES": 4, "LISTS": 2, "WORDS": FETCH_WORDS, "num_warps": 8}, words
     alone = {**PLAN, "PADDED": 16, "SPARES": 4, "FETCH": True}
-    yield "plan for 1 row", plan_kernel, {**alone, "GUESSES": 4}, words
-    yield "guess for 1 row", guess_kernel, {**GUESS, "PADDED": 16}, {}
+    yield "plan for 1 row", plan_kernel, {**alone, "GUESSES": 8}, words
+    yield "guess for 1 row", guess_kernel, {**GUESS, "PADDED": 16, "EARLIER": 4}, {}
     yield linear_case(GGMLType.Q8_0, 64, 64, 1)
     yield down_case(GGMLType.Q5_1, 32, 32)
     if not every:
         return
     yield "plan for 1 row, none guessed", plan_kernel, {**alone, "GUESSES": 0}, words
     many = {**PLAN, "PADDED": 128, "SPARES": 8, "FETCH": False}
-    yield "plan for 8 rows", plan_kernel, {**many, "GUESSES": 4}, words
-    yield "guess for 8 rows", guess_kernel, {**GUESS, "PADDED": 128}, {}
+    yield "plan for 8 rows", plan_kernel, {**many, "GUESSES": 8}, words
+    yield "guess for 8 rows", guess_kernel, {**GUESS, "PADDED": 128, "EARLIER": 0}, {}
     yield "split", split_kernel, {"BLOCK": 1024, "num_warps": 4}, {"x": "*fp32", "out": "*bf16"}
     yield linear_case(GGMLType.Q6_K, 248320, 2560, 2)
     for kind in PLANES:
