@@ -119,7 +119,7 @@ def test_many_turns_of_entries(n, top_k, width, monkeypatch):
     layout = ExpertLayout(G.Q4_K, G.Q4_K, G.Q5_1, hidden=256, width=width)
     monkeypatch.setattr("makeway.kernels.cuda.experts.DOWN_WARPS", (2, 2))
     how = launches(layout, n=n, top_k=top_k)
-    assert how.copies == 2
+    assert how.down_copies == 2
     assert how.per_entry == 1
     assert how.down_units == (2 if width == 640 else 1)
     layer = Layer(layout)

@@ -4,6 +4,7 @@ Owns the hidden values between the two launches. Never plans and never fetches (
 Hazard: the hidden values are overwritten by the next layer, on the same stream.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,8 +44,9 @@ DOWN = "p" + "ppppp" + "il" + "p" + "ii"
 @dataclass(frozen=True)
 class Launches:
     """How the two launches of a layer are cut: rows of a pass, passes. Gate and up: columns of a unit (a warp each),
-    units, bytes of shared memory, blocks of an entry, buffers of sums where a block has several tiles. Down: columns of
-    a unit, units, warps of an entry, entries at a time, units of a warp that are fetched at once, bytes."""
+    units, bytes of shared memory, blocks of an entry; where a block has several tiles buffers of sums, and tiles that are
+    fetched at once; blocks that registers leave room for. Down: columns of a unit, units, warps of an entry, entries at a
+    time, units of a warp that are fetched at once, blocks that registers leave room for, bytes."""
 
     of_pass: int
     passes: int
@@ -54,11 +56,14 @@ class Launches:
     shared_bytes: int
     blocks: int
     buffers: int
+    copies: int
+    resident: int
     down_unit: int
     down_units: int
     per_entry: int
     at_once: int
-    copies: int
+    down_copies: int
+    down_resident: int
     down_shared_bytes: int
 
     @property
@@ -85,67 +90,98 @@ def can_run(layout: ExpertLayout) -> bool:
 def launches(layout: ExpertLayout, *, n: int, top_k: int, max_shared: int = MAX_SHARED) -> Launches:
     """For n rows, on a card that lets a block have `max_shared` bytes; the order of sums is the same for all."""
     of_pass = min(n, MOST_PASS)
-    passes = -(-n // of_pass)
-    unit = unit_columns(layout.hidden)
-    units = layout.hidden // unit
+    units = layout.hidden // unit_columns(layout.hidden)
     tiles = layout.width // TILE
-    resident = _resident(units, of_pass)
+    resident = max(1, RESIDENT_WARPS[of_pass - 1] // units)
     turns = -(-tiles // max(1, PROCESSORS * resident // (n * top_k)))
     blocks = -(-tiles // turns)  # all with as many tiles, or one less
-    of_warp = activation_bytes(unit, of_pass) + 2 * SUMS + copy_bytes(layout.gate, unit) + copy_bytes(layout.up, unit)
-    has_room = resident * (units * (of_warp + 2 * SUMS) + 1024) <= MAX_SHARED_HOPPER
-    buffers = 0 if blocks == tiles else 2 if has_room else 1
-    of_warp += 2 * SUMS * (buffers == 2)
-    down_unit = down_columns(layout)
-    down_units = layout.width // down_unit
-    down_tiles = -(-layout.hidden // TILE)
-    in_two = down_tiles > PROCESSORS  # blocks of a multiprocessor
+    down_units = layout.width // down_columns(layout)
+    in_two = -(-layout.hidden // TILE) > PROCESSORS  # blocks of a multiprocessor
     warps, room = DOWN_WARPS[in_two], min(max_shared, HALF_SHARED) if in_two else max_shared
     per_entry = max(1, min(down_units, warps // top_k))
-    copies = 1 if per_entry == down_units and per_entry * n * top_k <= warps else 2  # 1: all of a warp's
-    of_down_warp = activation_bytes(down_unit, of_pass) + passes * SUMS + copies * copy_bytes(layout.down, down_unit)
-    of_entry = per_entry * of_down_warp + of_pass * passes * TILE * 4
+    down_copies = 1 if per_entry == down_units and per_entry * n * top_k <= warps else 2  # 1: all of a warp's
     if of_pass > 1:
         warps = min(warps, MOST_DOWN_WARPS)
-    entries = min(n * top_k, warps // per_entry, room // of_entry)
+
+    def with_(buffers: int, at_once: int) -> Launches:
+        return launches_as(
+            layout,
+            n=n,
+            blocks=blocks,
+            buffers=buffers,
+            resident=resident,
+            per_entry=per_entry,
+            at_once=at_once,
+            down_copies=down_copies,
+            down_resident=max(1, 20 // (per_entry * at_once)),
+        )
+
+    has_room = resident * (with_(2, 1).shared_bytes + 1024) <= MAX_SHARED_HOPPER
+    entries = min(n * top_k, warps // per_entry, room // with_(1, 1).down_shared_bytes)
     entries = max(1, entries, -(-n * TILE // (32 * per_entry)))  # a thread for each output
+    return with_(2 if has_room else 1, entries)
+
+
+def launches_as(
+    layout: ExpertLayout,
+    *,
+    n: int,
+    blocks: int,
+    per_entry: int,
+    at_once: int,
+    buffers: int = 1,
+    copies: int = 1,
+    resident: int = 1,
+    down_copies: int = 1,
+    down_resident: int = 1,
+) -> Launches:
+    """The launches with these choices, whether they fit or not; buffers and copies count where a block has several tiles."""
+    of_pass = min(n, MOST_PASS)
+    passes = -(-n // of_pass)
+    unit, down_unit = unit_columns(layout.hidden), down_columns(layout)
+    buffers, copies = (0, 1) if blocks == layout.width // TILE else (buffers, copies)
+    copy = copy_bytes(layout.gate, unit) + copy_bytes(layout.up, unit)
+    of_warp = activation_bytes(unit, of_pass) + (4 if buffers == 2 else 2) * SUMS + copies * copy
+    of_down_warp = activation_bytes(down_unit, of_pass) + passes * SUMS + down_copies * copy_bytes(layout.down, down_unit)
+    of_entry = per_entry * of_down_warp + of_pass * passes * TILE * 4
     return Launches(
         of_pass=of_pass,
         passes=passes,
         unit=unit,
-        units=units,
-        shared_bytes=units * of_warp,
+        units=layout.hidden // unit,
+        shared_bytes=layout.hidden // unit * of_warp,
         blocks=blocks,
         buffers=buffers,
-        down_unit=down_unit,
-        down_units=down_units,
-        per_entry=per_entry,
-        at_once=entries,
         copies=copies,
-        down_shared_bytes=entries * of_entry,
+        resident=resident,
+        down_unit=down_unit,
+        down_units=layout.width // down_unit,
+        per_entry=per_entry,
+        at_once=at_once,
+        down_copies=down_copies,
+        down_resident=down_resident,
+        down_shared_bytes=at_once * of_entry,
     )
-
-
-def _resident(units: int, of_pass: int) -> int:
-    """Blocks of gate and up that a multiprocessor has room for."""
-    return max(1, RESIDENT_WARPS[of_pass - 1] // units)
 
 
 def kernel_names(layout: ExpertLayout, how: Launches) -> tuple[str, str]:
     """The two instantiations in experts.cu."""
-    gate_up = f"{int(layout.gate)}, {int(layout.up)}, {how.unit}, {how.buffers}, {how.units}, {how.of_pass}"
-    down = f"{int(layout.down)}, {how.down_unit}, {how.down_units}, {how.per_entry}, {how.at_once}, {how.copies}"
+    gate_up = f"{int(layout.gate)}, {int(layout.up)}, {how.unit}, {how.buffers}, {how.copies}, {how.units}"
+    down = f"{int(layout.down)}, {how.down_unit}, {how.down_units}, {how.per_entry}, {how.at_once}, {how.down_copies}"
     return (
-        f"gate_up_kernel<{gate_up}, {_resident(how.units, how.of_pass)}>",
-        f"down_kernel<{down}, {how.of_pass}, {how.passes}, {max(1, 20 // how.down_warps)}>",
+        f"gate_up_kernel<{gate_up}, {how.of_pass}, {how.resident}>",
+        f"down_kernel<{down}, {how.of_pass}, {how.passes}, {how.down_resident}>",
     )
 
 
 class StepExpertKernels:
     """All routed experts of decode steps on one device."""
 
-    def __init__(self, device: torch.device, programs: Programs) -> None:
-        self._device, self._programs = device, programs
+    def __init__(
+        self, device: torch.device, programs: Programs, *, rule: Callable[..., Launches] = launches
+    ) -> None:
+        """`rule`: what cuts, with the parameters of `launches`."""
+        self._device, self._programs, self._rule = device, programs, rule
         self._max_shared = most_shared(device)
         self._hidden: dict[tuple[int, int, int], Tensor] = {}
 
@@ -163,7 +199,7 @@ class StepExpertKernels:
         assert acc.is_contiguous()
         assert layout.up_at % 16 == 0
         assert layout.down_at % 16 == 0
-        how = launches(layout, n=n, top_k=buffers.top_k, max_shared=self._max_shared)
+        how = self._rule(layout, n=n, top_k=buffers.top_k, max_shared=self._max_shared)
         values = self._room(buffers.n_entries, n, width=width)
         gate_up, down = kernel_names(layout, how)
         self._programs.kernel(SOURCE, gate_up, GATE_UP).launch(

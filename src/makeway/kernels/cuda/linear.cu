@@ -101,8 +101,9 @@ DEVICE void finish_tile(const float* red, const Matrix& m, const S& split, int t
     }
 }
 
-// Every `step`-th tile from `tile` on; the next one is fetched while the sums of the last are added.
-template <int KIND, int UK, int N, int LOOPS, class S, class V>
+// Every `step`-th tile from `tile` on. COPIES of them are on their way at once: a tile's place is fetched into again as soon
+// as it has been multiplied.
+template <int KIND, int UK, int N, int LOOPS, int COPIES, class S, class V>
 DEVICE void run_tiles(const Matrix& m, const S& split, const V& values, int tile, int step) {
     using B = Block<KIND>;
     constexpr int OF_WARP = Layout<UK>::bytes(N), SETS = (PLANES * N + 7) / 8, ALL_SUMS = S::WARPS * SETS * RED;
@@ -113,40 +114,51 @@ DEVICE void run_tiles(const Matrix& m, const S& split, const V& values, int tile
 
     const Activations<UK> activations{shared_bytes() + warp * OF_WARP, N};
     float* red = reinterpret_cast<float*>(shared_bytes() + S::WARPS * OF_WARP);
-    u8* copies = reinterpret_cast<u8*>(red + (LOOPS == 2 ? 2 : 1) * ALL_SUMS);
-    const Unit<KIND, UK> weights{m.raw + (works ? unit : 0) * (UK / B::COLUMNS * B::BYTES), static_cast<u32>(m.row_bytes),
-                                 m.n_rows, copies + warp * Unit<KIND, UK>::COPY};
-    if (works) weights.fetch(tile, lane);  // weights do not depend on the kernels before
+    u8* copies = reinterpret_cast<u8*>(red + (LOOPS == 2 ? 2 : 1) * ALL_SUMS) + warp * COPIES * Unit<KIND, UK>::COPY;
+    const auto weights = [&](int copy) {
+        return Unit<KIND, UK>{m.raw + (works ? unit : 0) * (UK / B::COLUMNS * B::BYTES), static_cast<u32>(m.row_bytes),
+                              m.n_rows, copies + copy * Unit<KIND, UK>::COPY};
+    };
+    const auto fetch = [&](int at, int copy) {
+        if (at < n_tiles) weights(copy).fetch(at, lane);
+        else if (COPIES > 1) commit_async();  // the wait counts fetches
+    };
+    if (works) {  // weights do not depend on the kernels before
+        weights(0).fetch(tile, lane);
+#pragma unroll
+        for (int i = 1; i < COPIES; i++) fetch(tile + i * step, i);
+    }
     wait_for_previous();
     let_next_start();
     if (works) activations.template put<(N > 2)>(lane, [&](int i) { return values.row(i, unit * UK); });
     Columns x[SETS];
     lane_view<KIND, UK, SETS>(x, activations, lane / 4, lane % 4);
 
-    int turn = 0;
+    int turn = 0, copy = 0;
     while (true) {
         const int next = tile + step;
         float* sums = red + turn * ALL_SUMS;
         if (works) {
             float total[SETS][4] = {};
-            weights.template multiply_into<0>(total, x, tile, lane);
-            if (LOOPS && next < n_tiles) weights.fetch(next, lane);
+            weights(copy).template multiply_into<COPIES - 1>(total, x, tile, lane);
+            if (LOOPS) fetch(tile + COPIES * step, copy);
             put_sums<SETS>(sums + warp * SETS * RED, total, lane / 4, lane % 4);
         }
         sync_block();
         finish_tile<N, SETS>(sums, m, split, tile);
         if (!LOOPS || next >= n_tiles) return;
         tile = next;
+        copy = copy + 1 == COPIES ? 0 : copy + 1;
         if (LOOPS == 2) turn ^= 1;  // others may still read what was added last
         else sync_block();
     }
 }
 
-template <u64 KINDS, int UK, int N, int LOOPS, class S, class V>
+template <u64 KINDS, int UK, int N, int LOOPS, int COPIES, class S, class V>
 DEVICE void run_kind(const Matrix& m, const S& split, const V& values, int tile, int step) {
 #define MAKEWAY_RUN(KIND)           \
     if constexpr ((KINDS >> KIND) & 1) \
-        if ((KINDS & (KINDS - 1)) == 0 || m.kind == KIND) run_tiles<KIND, UK, N, LOOPS>(m, split, values, tile, step)
+        if ((KINDS & (KINDS - 1)) == 0 || m.kind == KIND) run_tiles<KIND, UK, N, LOOPS, COPIES>(m, split, values, tile, step)
     MAKEWAY_RUN(F32);
     MAKEWAY_RUN(F16);
     MAKEWAY_RUN(BF16);
@@ -168,8 +180,10 @@ DEVICE void run_kind(const Matrix& m, const S& split, const V& values, int tile,
 
 // KINDS: a bit for each type among the MATRICES. N: activations. UNITS, OF_GROUP, GROUPS: see Split. BLOCKS: the fewest that
 // registers leave room for. Grid: blocks of all matrices, the i-th's up to end_i, of one tile each or, with LOOPS (the buffers
-// for sums, 1 or 2), of several; x blocks that share a tile's columns. A warp for each unit of a block.
-template <u64 KINDS, int MATRICES, int UK, int PROLOGUE, int N, int LOOPS, int UNITS, int OF_GROUP, int GROUPS, int BLOCKS>
+// for sums, 1 or 2), of several, of which COPIES are fetched at once; x blocks that share a tile's columns. A warp for each
+// unit of a block.
+template <u64 KINDS, int MATRICES, int UK, int PROLOGUE, int N, int LOOPS, int COPIES, int UNITS, int OF_GROUP, int GROUPS,
+          int BLOCKS>
 KERNEL(OF_GROUP * GROUPS * 32, BLOCKS)
 linears_kernel(const float* x, const float* up, const float* gate, i32 x_stride, i32 up_stride, float scale,
                const u8* raw0, const u8* raw1, const u8* raw2, const u8* raw3, const u8* raw4, float* out0, float* out1,
@@ -205,7 +219,7 @@ linears_kernel(const float* x, const float* up, const float* gate, i32 x_stride,
         place += (rows3 + ROWS - 1) / ROWS;
     }
     const Split<UNITS, OF_GROUP, GROUPS> split{parts, counters, place};
-    run_kind<KINDS, UK, N, LOOPS>(m, split, values, block - begin, end - begin);
+    run_kind<KINDS, UK, N, LOOPS, COPIES>(m, split, values, block - begin, end - begin);
 }
 
 // The end of a mixer of hyper-connections: x = mean over streams of sigmoid(up silu(low / STREAMS)) * normed, and the factors

@@ -5,8 +5,8 @@ rows when it decides in what order a row's sums are added: its bits are the same
 Hazard: the scratch serves one launch at a time, so all launches of one instance go to one stream.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -83,18 +83,19 @@ def has_kernel(kind: GGMLType, n_cols: int) -> bool:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a launch is cut: columns into units (a warp each), units into groups, groups among `splits` blocks; tiles of
-    16 rows among blocks, so many for each matrix, each of which has up to `turns` of them; with several, sums have one
-    or two `buffers`."""
+    """How a launch is cut: columns into units (a warp each), units into groups, `groups` of those in a block; tiles of 16
+    rows among blocks, so many for each matrix, each of which has up to `turns` of them; with several, sums have one or two
+    `buffers`, and `copies` units of a warp are fetched at once. Registers leave room for `resident` blocks."""
 
     unit: int
     n_units: int
     group_units: int
     groups: int
-    splits: int
     of_matrix: tuple[int, ...]
     turns: int
     buffers: int
+    copies: int
+    resident: int
     shared_bytes: int
 
     @property
@@ -110,35 +111,67 @@ class Cut:
     def n_groups(self) -> int:
         return -(-self.n_units // self.group_units)
 
+    @property
+    def splits(self) -> int:
+        """Blocks that share a tile."""
+        return -(-self.n_groups // self.groups)
+
 
 def cut(kinds: Sequence[GGMLType], n_cols: int, *, rows: Sequence[int], n: int, max_shared: int = MAX_SHARED) -> Cut:
     """For matrices of these types and numbers of rows, on a card that lets a block have `max_shared` bytes. Which sums
-    are added in which order depends on the types and on n_cols alone: groups are as large as fits any card's block
-    with eight activations."""
-    unit = unit_columns(n_cols)
-    if unit == 256 and all(kind in FLOAT_KINDS for kind in kinds):
-        unit = 128  # their units are large: more warps for fewer loads each
-    n_units = n_cols // unit
-    copy = max(copy_bytes(kind, unit) for kind in kinds)
-    group_units = _group_units(n_units, min(8, MAX_SHARED // _warp_bytes(unit, MAX_ROWS, copy=copy)))
-    n_groups = -(-n_units // group_units)
+    are added in which order depends on the types and on n_cols alone: see `groups_of`."""
+    _, group_units, n_groups = groups_of(kinds, n_cols)
     tiles = sum(-(-r // TILE) for r in rows)
-    of_warp = _warp_bytes(unit, n, copy=copy)
-    groups = max(1, min(WARPS, max_shared // of_warp) // group_units)
+    one = cut_as(kinds, n_cols, rows=rows, n=n)
+    groups = max(1, min(WARPS, max_shared * group_units // one.shared_bytes) // group_units)
     if groups < n_groups:  # several blocks to a tile: then no fewer than there are multiprocessors
         groups = max(1, min(groups, round(tiles * n_groups / PROCESSORS)))
     groups = min(groups, n_groups)
-    splits = -(-n_groups // groups)
     warps = groups * group_units
-    turns = _turns(tiles, n=n, warps=warps, splits=splits)
-    more = n_sets(n) * SUMS if turns > 1 else 0
-    buffers = 0 if turns == 1 else 2 if warps * (of_warp + more) <= max_shared else 1
+    turns = _turns(tiles, n=n, warps=warps, splits=-(-n_groups // groups))
+    found = [
+        cut_as(kinds, n_cols, rows=rows, n=n, groups=groups, turns=turns, buffers=buffers) for buffers in (1, 2)
+    ]
+    how = found[found[1].shared_bytes <= max_shared]
+    is_small = 2 * how.blocks * how.splits <= PROCESSORS  # room for more registers, that is loads of floats
+    return replace(how, resident=1 if is_small else blocks_of(warps, sets=n_sets(n)))
+
+
+def groups_of(kinds: Sequence[GGMLType], n_cols: int) -> tuple[int, int, int]:
+    """Columns of a unit, units of a group and groups: a group is as large as fits any card's block with eight activations."""
+    unit = unit_columns(n_cols)
+    if unit == 256 and all(kind in FLOAT_KINDS for kind in kinds):
+        unit = 128  # their units are large: more warps for fewer loads each
+    most = min(8, MAX_SHARED // _warp_bytes(unit, MAX_ROWS, copy=max(copy_bytes(kind, unit) for kind in kinds)))
+    units = _group_units(n_cols // unit, most)
+    return unit, units, -(-(n_cols // unit) // units)
+
+
+def cut_as(
+    kinds: Sequence[GGMLType],
+    n_cols: int,
+    *,
+    rows: Sequence[int],
+    n: int,
+    groups: int = 1,
+    turns: int = 1,
+    buffers: int = 1,
+    copies: int = 1,
+    resident: int = 1,
+) -> Cut:
+    """The cut with these choices, whether it fits or not; buffers and copies count where a block has several turns."""
+    unit, group_units, _ = groups_of(kinds, n_cols)
+    buffers, copies = (0, 1) if turns == 1 else (buffers, copies)
     # A tile of floats takes several times as long as one of codes: beside codes each has a block of its own.
     is_mixed = {kind in FLOAT_KINDS for kind in kinds} == {True, False}
     by_kind = [1 if is_mixed and kind in FLOAT_KINDS else turns for kind in kinds]
     of_matrix = tuple(-(-r // (TILE * t)) for r, t in zip(rows, by_kind, strict=True))
-    shared_bytes = warps * (of_warp + (more if buffers == 2 else 0))
-    return Cut(unit, n_units, group_units, groups, splits, of_matrix, turns, buffers, shared_bytes)
+    of_warp = _warp_bytes(unit, n, copy=copies * max(copy_bytes(kind, unit) for kind in kinds))
+    more = n_sets(n) * SUMS if buffers == 2 else 0
+    shared_bytes = groups * group_units * (of_warp + more)
+    return Cut(
+        unit, n_cols // unit, group_units, groups, of_matrix, turns, buffers, copies, resident, shared_bytes
+    )
 
 
 def _group_units(n_units: int, most: int) -> int:
@@ -173,13 +206,8 @@ def _warp_bytes(unit: int, n: int, *, copy: int) -> int:
 def kernel_name(kinds: Sequence[GGMLType], how: Cut, *, prologue: int, n: int) -> str:
     """The instantiation in linear.cu."""
     mask = sum(1 << int(kind) for kind in set(kinds))
-    what = f"{mask}ull, {len(kinds)}, {how.unit}, {prologue}, {n}, {how.buffers}"
-    split = f"{how.n_units}, {how.group_units}, {how.groups}"
-    is_small = (
-        2 * how.blocks * how.splits <= PROCESSORS
-    )  # then there is room for more registers, that is loads of floats
-    blocks = 1 if is_small else blocks_of(how.warps, sets=n_sets(n))
-    return f"linears_kernel<{what}, {split}, {blocks}>"
+    what = f"{mask}ull, {len(kinds)}, {how.unit}, {prologue}, {n}, {how.buffers}, {how.copies}"
+    return f"linears_kernel<{what}, {how.n_units}, {how.group_units}, {how.groups}, {how.resident}>"
 
 
 def can_mix(kind: GGMLType, n_cols: int, *, n_streams: int) -> bool:
@@ -201,9 +229,11 @@ def mix_bytes(kind: GGMLType, n_cols: int, *, n_streams: int, n: int) -> int:
 class Linears:
     """All products of decode steps on one device."""
 
-    def __init__(self, device: torch.device, programs: Programs, *, n_parts: int = 1 << 23) -> None:
-        """`n_parts`: floats of the scratch."""
-        self._device, self._programs = device, programs
+    def __init__(
+        self, device: torch.device, programs: Programs, *, n_parts: int = 1 << 23, rule: Callable[..., Cut] = cut
+    ) -> None:
+        """`n_parts`: floats of the scratch; `rule`: what cuts, with the parameters of `cut`."""
+        self._device, self._programs, self._rule = device, programs, rule
         self._parts = torch.empty(n_parts, dtype=torch.float32, device=device)
         self._counters = torch.zeros(1 << 14, dtype=torch.int32, device=device)
         self._max_shared = most_shared(device)
@@ -250,7 +280,7 @@ class Linears:
             assert self.can_multiply(weight)
         kinds = [weight.type for weight in weights]
         rows = [weight.n_rows for weight in weights]
-        how = cut(kinds, n_cols, rows=rows, n=n, max_shared=self._max_shared)
+        how = self._rule(kinds, n_cols, rows=rows, n=n, max_shared=self._max_shared)
         prologue = SWIGLU if up is not None else SILU if silu_scale is not None else PLAIN
         outs = [torch.empty((n, r), dtype=torch.float32, device=x.device) for r in rows]
         tiles = sum(-(-r // TILE) for r in rows)
