@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from makeway.gguf.types import GGMLType as G
-from makeway.kernels.cuda.experts import SOURCE, StepExpertKernels, can_run, launches
+from makeway.kernels.cuda.experts import SOURCE, StepExpertKernels, can_run, launches, launches_as
 from makeway.kernels.cuda.linear import MAX_SHARED, MAX_SHARED_HOPPER
 from makeway.kernels.triton.experts import ExpertLayout
 from makeway.kernels.triton.step_buffers import StepBuffers
@@ -139,16 +139,14 @@ def test_the_order_of_sums_is_the_same_on_every_card():
         assert max(how.shared_bytes for how in every) <= MAX_SHARED
 
 
-@pytest.mark.parametrize(("n", "buffers"), [(1, 1), (3, 2)])
-def test_several_tiles_of_a_block(n, buffers, monkeypatch):
-    """Gate and up on a GPU of one processor: tiles follow each other, with sums in one buffer or in two."""
+@pytest.mark.parametrize(("n", "buffers", "copies"), [(1, 1, 1), (3, 2, 2)])
+def test_several_tiles_of_a_block(n, buffers, copies):
+    """Of gate and up: tiles follow each other, with sums in one buffer or in two, and with one or two on their way."""
     layout = ExpertLayout(G.Q4_K, G.Q5_K, G.Q4_K, hidden=256, width=256)
-    monkeypatch.setattr("makeway.kernels.cuda.experts.PROCESSORS", 1)
-    monkeypatch.setattr("makeway.kernels.cuda.experts.MAX_SHARED_HOPPER", 1 if buffers == 1 else 1 << 24)
-    how = launches(layout, n=n, top_k=3)
-    assert (how.blocks < 16, how.buffers) == (True, buffers)
+    choices = {"blocks": 3, "buffers": buffers, "copies": copies, "per_entry": 1, "at_once": 3}
+    rule = lambda layout, *, n, top_k, max_shared: launches_as(layout, n=n, **choices)  # noqa: E731
     layer = Layer(layout)
     x, ids, routing, acc = inputs(n, 256, top_k=3, seed=n)
-    got = layer.run(StepExpertKernels(CPU, EmulatedPrograms(reverse=True)), x, ids, routing, acc)
+    got = layer.run(StepExpertKernels(CPU, EmulatedPrograms(reverse=True), rule=rule), x, ids, routing, acc)
     want = layer.expected(x, ids, routing, acc)
     assert float((got.double() - want).norm() / want.norm()) < 1e-5

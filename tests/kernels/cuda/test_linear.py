@@ -1,5 +1,7 @@
 """Products of decode steps in CUDA C++, emulated, against f64 products of what the reference decodes."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from makeway.kernels.cuda.linear import (
     Linears,
     can_mix,
     cut,
+    cut_as,
     has_kernel,
     mix_bytes,
 )
@@ -126,6 +129,20 @@ def test_many_tiles_with_one_buffer(reverse, monkeypatch):
     close(out, product(x, weight))
     (alone,) = Linears(CPU, EmulatedPrograms())(x[2:3], [weight])
     assert torch.equal(alone[0], out[2])
+
+
+@pytest.mark.parametrize(("turns", "copies"), [(3, 3), (5, 2)])
+def test_several_tiles_on_their_way(turns, copies):
+    """Blocks with as many tiles as are fetched at once, with more and with less; bits are those of any other cut."""
+    weights = [random_weight(G.Q4_K, rows, 512, seed=rows) for rows in (16 * 7 - 3, 5)]
+    x = torch.randn((1, 512), generator=torch.Generator().manual_seed(10))
+    rule = partial(cut_as, turns=turns, copies=copies)
+    ring = Linears(
+        CPU, EmulatedPrograms(reverse=True), rule=lambda *facts, rows, n, max_shared: rule(*facts, rows=rows, n=n)
+    )
+    for out, weight in zip(ring(x, weights), weights, strict=True):
+        close(out, product(x, weight))
+        assert torch.equal(out, Linears(CPU, EmulatedPrograms())(x, [weight])[0])
 
 
 def test_what_the_activations_are_made_of(linears):

@@ -17,18 +17,11 @@ constexpr u32 BASE = 0x43004300;  // 128.0 twice, in bf16
 DEVICE constexpr bool is_float(int kind) { return kind == F32 || kind == F16 || kind == BF16; }
 
 // Byte `i` of a word, unsigned or signed.
-template <int i>
-DEVICE i32 byte_of(u32 word) {
-    return static_cast<i32>(prmt(word, 0, 0x4440 + i));
-}
-template <int i>
-DEVICE i32 signed_byte_of(u32 word) {
-    return static_cast<i32>(prmt(word, 0, 0x8880 + 0x1111 * i));
-}
-template <int i>
-DEVICE u32 four_of_byte(u32 word) {
-    return prmt(word, 0, 0x1111 * i);
-}
+DEVICE i32 byte_of(u32 word, int i) { return static_cast<i32>(prmt(word, 0, 0x4440 + i)); }
+DEVICE i32 signed_byte_of(u32 word, int i) { return static_cast<i32>(prmt(word, 0, 0x8880 + 0x1111 * i)); }
+DEVICE u32 four_of_byte(u32 word, int i) { return prmt(word, 0, 0x1111 * i); }
+// Bit s of each byte as bit `to`; others are anything.
+DEVICE u32 bits_as(u32 bits, u32 s, u32 to) { return funnel_r(bits, bits, (s - to) & 31); }
 // Bytes 0 and 2 of a word of signed ones as bf16: 128 + (low seven bits), minus 128 or, where the sign is set, 256.
 DEVICE u32 signed_pair(u32 word) {
     return sub_bf16(and_or(word, in_register(0x007F007F), BASE), and_or(word, in_register(0x00800080), BASE));
@@ -39,10 +32,11 @@ DEVICE u32 signed_pair(u32 word) {
 //   BY_EIGHT: words are read by eights of bytes, else by fours or less
 //   HALVES: the lane's columns are 4 t .. 4 t + 3 of either half: codes[0] of the first, codes[1] of the second
 //   BY_16: a scale for each half
-//   scale<s, half>(): what the codes' products are multiplied by: IN_INTEGERS an integer, and then block_scale(), else all of it
-//   beside<s>(): with HAS_MINIMA the unsigned minima that times block_min() are taken away, with BIAS the signed scales of
+//   PERIOD: steps of 32 columns after which the next are read in the same way, elsewhere
+//   scale(s, half): what the codes' products are multiplied by: IN_INTEGERS an integer, and then block_scale(), else all of it
+//   beside(s): with HAS_MINIMA the unsigned minima that times block_min() are taken away, with BIAS the signed scales of
 //     what is: the bytes of either half, four times, so that they are multiplied as the codes are
-//   HAS_SHIFT: shift<s>() is added to each weight
+//   HAS_SHIFT: shift(s) is added to each weight
 template <int KIND>
 struct Block;
 
@@ -50,7 +44,8 @@ struct Block;
 struct SuperBlock {
     static constexpr bool HALVES = false, BY_EIGHT = true, BY_16 = false, HAS_MINIMA = true;
     static constexpr bool SIGNED = false, IN_INTEGERS = true;
-    static constexpr int COLUMNS = 256, BIAS = 0;
+    static constexpr int COLUMNS = 256, BIAS = 0, PERIOD = 2;
+    const u8* words;  // the lane's
     u32 both, scales[2], minima[2];
 
     DEVICE void open_head(const u8* row) {
@@ -69,53 +64,46 @@ struct SuperBlock {
     }
     DEVICE float block_scale() const { return half_to_float(both & 0xFFFF); }
     DEVICE float block_min() const { return half_to_float(both >> 16); }
-    template <int s, int half>
-    DEVICE i32 scale() const {
-        return byte_of<s % 4>(scales[s / 4]);
-    }
-    template <int s>
-    DEVICE void beside(u32 (&out)[2]) const {
-        out[0] = out[1] = four_of_byte<s % 4>(minima[s / 4]);
+    DEVICE i32 scale(u32 s, int) const { return byte_of(s < 4 ? scales[0] : scales[1], s % 4); }
+    DEVICE void beside(u32 s, u32 (&out)[2]) const {
+        out[0] = out[1] = four_of_byte(s < 4 ? minima[0] : minima[1], s % 4);
     }
     DEVICE static uint2 eight_bytes(const u8* at) { return *reinterpret_cast<const uint2*>(at); }
+    DEVICE uint2 nibbles(u32 s) const {
+        const uint2 both_of = eight_bytes(words + 32 * (s / 2));
+        return {(both_of.x >> (4 * (s % 2))) & NIBBLES, (both_of.y >> (4 * (s % 2))) & NIBBLES};
+    }
 };
 
 template <>
 struct Block<Q4_K> : SuperBlock {
     static constexpr int BYTES = 144;
-    uint2 words[4];
 
     DEVICE void open(const u8* row, int t) {
         open_head(row);
-#pragma unroll
-        for (int j = 0; j < 4; j++) words[j] = eight_bytes(row + 16 + 32 * j + 8 * t);
+        words = row + 16 + 8 * t;
     }
-    template <int s>
-    DEVICE void codes(u32 (&out)[2]) const {
-        out[0] = (words[s / 2].x >> (4 * (s % 2))) & NIBBLES;
-        out[1] = (words[s / 2].y >> (4 * (s % 2))) & NIBBLES;
+    DEVICE void codes(u32 s, u32 (&out)[2]) const {
+        const uint2 low = nibbles(s);
+        out[0] = low.x;
+        out[1] = low.y;
     }
 };
 
 template <>
 struct Block<Q5_K> : SuperBlock {
     static constexpr int BYTES = 176;
-    uint2 fifth, words[4];
+    uint2 fifth;
 
     DEVICE void open(const u8* row, int t) {
         open_head(row);
         fifth = eight_bytes(row + 16 + 8 * t);
-#pragma unroll
-        for (int j = 0; j < 4; j++) words[j] = eight_bytes(row + 48 + 32 * j + 8 * t);
+        words = row + 48 + 8 * t;
     }
-    template <int s>
-    DEVICE static u32 top(u32 bits) {  // bit s of each byte, as bit 4
-        return s < 4 ? bits << (4 - s) : bits >> (s - 4);
-    }
-    template <int s>
-    DEVICE void codes(u32 (&out)[2]) const {
-        out[0] = and_or(top<s>(fifth.x), 0x10101010, (words[s / 2].x >> (4 * (s % 2))) & NIBBLES);
-        out[1] = and_or(top<s>(fifth.y), 0x10101010, (words[s / 2].y >> (4 * (s % 2))) & NIBBLES);
+    DEVICE void codes(u32 s, u32 (&out)[2]) const {
+        const uint2 low = nibbles(s);
+        out[0] = and_or(bits_as(fifth.x, s, 4), 0x10101010, low.x);
+        out[1] = and_or(bits_as(fifth.y, s, 4), 0x10101010, low.y);
     }
 };
 
@@ -140,16 +128,17 @@ struct SharedRow {
 
 // A block whose 16 scales are signed bytes, and whose codes are all too large by the same number.
 struct SignedScales : SharedRow {
+    static constexpr int PERIOD = 4;
     u32 scales[4];
 
-    template <int s, int half>
-    DEVICE i32 scale() const {
-        return signed_byte_of<2 * (s % 2) + half>(scales[s / 2]);
+    DEVICE u32 scales_of(u32 s) const {
+        const u32 i = s % PERIOD / 2;
+        return s < PERIOD ? scales[i] : scales[i + 2];
     }
-    template <int s>
-    DEVICE void beside(u32 (&out)[2]) const {
-        out[0] = four_of_byte<2 * (s % 2)>(scales[s / 2]);
-        out[1] = four_of_byte<2 * (s % 2) + 1>(scales[s / 2]);
+    DEVICE i32 scale(u32 s, int half) const { return signed_byte_of(scales_of(s), 2 * (s % 2) + half); }
+    DEVICE void beside(u32 s, u32 (&out)[2]) const {
+        out[0] = four_of_byte(scales_of(s), 2 * (s % 2));
+        out[1] = four_of_byte(scales_of(s), 2 * (s % 2) + 1);
     }
 };
 
@@ -163,9 +152,8 @@ struct Block<Q6_K> : SignedScales {
         for (int i = 0; i < 4; i++) scales[i] = shared_word(row + 192 + 4 * i);
     }
     DEVICE float block_scale() const { return half_at(208); }
-    template <int s>
-    DEVICE void codes(u32 (&out)[2]) const {
-        constexpr int half = s / 4, quarter = s % 4;
+    DEVICE void codes(u32 s, u32 (&out)[2]) const {
+        const u32 half = s / 4, quarter = s % 4;
         const u8* low = row + 64 * half + 32 * (quarter % 2) + 4 * t;
         const u8* top = row + 128 + 32 * half + 4 * t;
 #pragma unroll
@@ -181,7 +169,7 @@ template <>
 struct Block<Q2_K> : SharedRow {
     static constexpr bool HALVES = true, BY_16 = true, HAS_MINIMA = true, SIGNED = false;
     static constexpr bool IN_INTEGERS = true;
-    static constexpr int COLUMNS = 256, BYTES = 84, BIAS = 0;
+    static constexpr int COLUMNS = 256, BYTES = 84, BIAS = 0, PERIOD = 4;
     u32 both[4];  // a scale in each low nibble, a minimum in the high one
 
     DEVICE void prepare() {
@@ -190,18 +178,17 @@ struct Block<Q2_K> : SharedRow {
     }
     DEVICE float block_scale() const { return half_at(80); }
     DEVICE float block_min() const { return half_at(82); }
-    template <int s, int half>
-    DEVICE i32 scale() const {
-        return byte_of<2 * (s % 2) + half>(both[s / 2] & NIBBLES);
+    DEVICE u32 both_of(u32 s) const {
+        const u32 i = s % PERIOD / 2;
+        return s < PERIOD ? both[i] : both[i + 2];
     }
-    template <int s>
-    DEVICE void beside(u32 (&out)[2]) const {
-        const u32 minima = (both[s / 2] >> 4) & NIBBLES;
-        out[0] = four_of_byte<2 * (s % 2)>(minima);
-        out[1] = four_of_byte<2 * (s % 2) + 1>(minima);
+    DEVICE i32 scale(u32 s, int half) const { return byte_of(both_of(s) & NIBBLES, 2 * (s % 2) + half); }
+    DEVICE void beside(u32 s, u32 (&out)[2]) const {
+        const u32 minima = (both_of(s) >> 4) & NIBBLES;
+        out[0] = four_of_byte(minima, 2 * (s % 2));
+        out[1] = four_of_byte(minima, 2 * (s % 2) + 1);
     }
-    template <int s>
-    DEVICE void codes(u32 (&out)[2]) const {
+    DEVICE void codes(u32 s, u32 (&out)[2]) const {
 #pragma unroll
         for (int i = 0; i < 2; i++)
             out[i] = (*reinterpret_cast<const u32*>(row + 16 + 32 * (s / 4) + 16 * i + 4 * t) >> (2 * (s % 4))) & 0x03030303;
@@ -223,13 +210,12 @@ struct Block<Q3_K> : SignedScales {
         for (int i = 0; i < 4; i++) scales[i] = (scales[i] + 0x60606060) ^ 0x80808080;  // less 32, no borrow between bytes
     }
     DEVICE float block_scale() const { return half_at(108); }
-    template <int s>
-    DEVICE void codes(u32 (&out)[2]) const {
+    DEVICE void codes(u32 s, u32 (&out)[2]) const {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const u32 two = shared_word(row + 32 + 32 * (s / 4) + 16 * i + 4 * t) >> (2 * (s % 4));
             const u32 mask = shared_word(row + 16 * i + 4 * t);
-            out[i] = and_or(s < 2 ? mask << (2 - s) : mask >> (s - 2), 0x04040404, two & 0x03030303);
+            out[i] = and_or(bits_as(mask, s, 2), 0x04040404, two & 0x03030303);
         }
     }
 };
@@ -257,7 +243,7 @@ template <>
 struct Block<IQ4_XS> : SharedRow {
     static constexpr bool HALVES = true, BY_16 = false, SIGNED = true, IN_INTEGERS = true;
     static constexpr bool HAS_MINIMA = false;
-    static constexpr int COLUMNS = 256, BYTES = 136, BIAS = 0;
+    static constexpr int COLUMNS = 256, BYTES = 136, BIAS = 0, PERIOD = 2;
     u32 head, low_scales;
 
     DEVICE void prepare() {
@@ -265,12 +251,10 @@ struct Block<IQ4_XS> : SharedRow {
         low_scales = *reinterpret_cast<const u32*>(row + 4);
     }
     DEVICE float block_scale() const { return half_to_float(head & 0xFFFF); }
-    template <int s, int half>
-    DEVICE i32 scale() const {
+    DEVICE i32 scale(u32 s, int) const {
         return static_cast<i32>(((low_scales >> (4 * s)) & 15) | (((head >> (16 + 2 * s)) & 3) << 4)) - 32;
     }
-    template <int s>
-    DEVICE void codes(u32 (&out)[2]) const {
+    DEVICE void codes(u32 s, u32 (&out)[2]) const {
         iq4().of_nibbles(*reinterpret_cast<const u32*>(row + 8 + 16 * s + 4 * t), out);
     }
 };

@@ -7,15 +7,13 @@ template <>
 struct Block<Q8_0> : SharedRow {
     static constexpr bool HALVES = false, BY_16 = false, SIGNED = true, IN_INTEGERS = false;
     static constexpr bool HAS_SHIFT = false;
-    static constexpr int COLUMNS = 32, BYTES = 34;
-    template <int s>
-    DEVICE void codes(u32 (&out)[2]) const {
+    static constexpr int COLUMNS = 32, BYTES = 34, PERIOD = 2;
+    DEVICE void codes(u32 s, u32 (&out)[2]) const {
         const u8* at = row + BYTES * s + 2 + 8 * t;
         out[0] = shared_word(at);
         out[1] = shared_word(at + 4);
     }
-    template <int s, int half>
-    DEVICE float scale() const {
+    DEVICE float scale(u32 s, int) const {
         return half_at(BYTES * s);
     }
 };
@@ -26,71 +24,63 @@ template <int SIZE, int QS, int QH = -1>
 struct NibbleBlock : SharedRow {
     static constexpr bool HALVES = true, BY_16 = false, SIGNED = false, IN_INTEGERS = false;
     static constexpr bool HAS_SHIFT = true;
-    static constexpr int COLUMNS = 32, BYTES = SIZE;
+    static constexpr int COLUMNS = 32, BYTES = SIZE, PERIOD = 2;
     DEVICE static u32 word(const u8* at) {
         return SIZE % 4 == 0 && QS % 4 == 0 ? *reinterpret_cast<const u32*>(at) : shared_word(at);
     }
     // Where a scale, a minimum and fifth bits are eight bytes at a multiple of eight: all of them.
     static constexpr bool HAS_HEAD = SIZE % 8 == 0;
-    template <int s>
-    DEVICE uint2 head() const {
+    DEVICE uint2 head(u32 s) const {
         return *reinterpret_cast<const uint2*>(row + BYTES * s);
     }
     DEVICE static u32 spread(u32 bits) {  // four bits, each to bit 4 of its byte
         return (bits & 0xF) * 0x02040810u & 0x10101010u;
     }
-    template <int s>
-    DEVICE void codes(u32 (&out)[2]) const {
+    DEVICE void codes(u32 s, u32 (&out)[2]) const {
         const u8* at = row + BYTES * s;
         const u32 nibbles = word(at + QS + 4 * t);
         out[0] = nibbles & NIBBLES;
         out[1] = (nibbles >> 4) & NIBBLES;
         if constexpr (QH >= 0) {
             u32 fifth;
-            if constexpr (HAS_HEAD) fifth = head<s>().y >> (4 * t);
+            if constexpr (HAS_HEAD) fifth = head(s).y >> (4 * t);
             else fifth = word(at + QH) >> (4 * t);
             out[0] |= spread(fifth);
             out[1] |= spread(fifth >> 16);
         }
     }
-    template <int s, int half>
-    DEVICE float scale() const {
-        if constexpr (HAS_HEAD) return half_to_float(head<s>().x & 0xFFFF);
+    DEVICE float scale(u32 s, int) const {
+        if constexpr (HAS_HEAD) return half_to_float(head(s).x & 0xFFFF);
         else return half_at(BYTES * s);
     }
-    template <int s>
-    DEVICE float minimum() const {
-        if constexpr (HAS_HEAD) return half_to_float(head<s>().x >> 16);
+    DEVICE float minimum(u32 s) const {
+        if constexpr (HAS_HEAD) return half_to_float(head(s).x >> 16);
         else return half_at(BYTES * s + 2);
     }
 };
 
 template <>
 struct Block<Q4_0> : NibbleBlock<18, 2> {
-    template <int s>
-    DEVICE float shift() const {
-        return -8.0f * scale<s, 0>();
+    DEVICE float shift(u32 s) const {
+        return -8.0f * scale(s, 0);
     }
 };
 template <>
 struct Block<Q4_1> : NibbleBlock<20, 4> {
-    template <int s>
-    DEVICE float shift() const {
-        return minimum<s>();
+    DEVICE float shift(u32 s) const {
+        return minimum(s);
     }
 };
 template <>
 struct Block<Q5_0> : NibbleBlock<22, 6, 2> {
-    template <int s>
-    DEVICE float shift() const {
-        return -16.0f * scale<s, 0>();
+    DEVICE float shift(u32 s) const {
+        return -16.0f * scale(s, 0);
     }
 };
 template <>
 struct Block<Q5_1> : NibbleBlock<24, 8, 4> {
-    template <int s>
-    DEVICE float shift() const {
-        return minimum<s>();
+    DEVICE float shift(u32 s) const {
+        return minimum(s);
     }
 };
 
@@ -100,13 +90,11 @@ template <>
 struct Block<IQ4_NL> : SharedRow {
     static constexpr bool HALVES = true, BY_16 = false, SIGNED = true, IN_INTEGERS = false;
     static constexpr bool HAS_SHIFT = false;
-    static constexpr int COLUMNS = 32, BYTES = 18;
-    template <int s>
-    DEVICE void codes(u32 (&out)[2]) const {
+    static constexpr int COLUMNS = 32, BYTES = 18, PERIOD = 2;
+    DEVICE void codes(u32 s, u32 (&out)[2]) const {
         iq4().of_nibbles(shared_word(row + BYTES * s + 2 + 4 * t), out);
     }
-    template <int s, int half>
-    DEVICE float scale() const {
+    DEVICE float scale(u32 s, int) const {
         return half_at(BYTES * s);
     }
 };
@@ -115,16 +103,14 @@ template <>
 struct Block<MXFP4> : SharedRow {
     static constexpr bool HALVES = true, BY_16 = false, SIGNED = true, IN_INTEGERS = false;
     static constexpr bool HAS_SHIFT = false;
-    static constexpr int COLUMNS = 32, BYTES = 17;
-    template <int s>
-    DEVICE void codes(u32 (&out)[2]) const {  // a word at any address, from the two that it lies in
+    static constexpr int COLUMNS = 32, BYTES = 17, PERIOD = 2;
+    DEVICE void codes(u32 s, u32 (&out)[2]) const {  // a word at any address, from the two that it lies in
         const u8* at = row + BYTES * s + 1 + 4 * t;
         const int over = static_cast<int>(reinterpret_cast<u64>(at) & 3);
         const u32* words = reinterpret_cast<const u32*>(at - over);
         e2m1_doubled().of_nibbles(funnel_r(words[0], words[over == 0 ? 0 : 1], 8 * over), out);
     }
-    template <int s, int half>
-    DEVICE float scale() const {  // half of 2^(e - 127); the two smallest are subnormal
+    DEVICE float scale(u32 s, int) const {  // half of 2^(e - 127); the two smallest are subnormal
         const u32 e = row[BYTES * s];
         return as_float(e < 2 ? 0x00200000u << e : (e - 1) << 23);
     }
@@ -135,7 +121,7 @@ struct Block<MXFP4> : SharedRow {
 template <int KIND>
 struct Floats {
     static constexpr bool HALVES = false, BY_EIGHT = false;
-    static constexpr int COLUMNS = 32, BYTES = KIND == F32 ? 128 : 64, TERMS = KIND == BF16 ? 1 : 2;
+    static constexpr int COLUMNS = 32, BYTES = KIND == F32 ? 128 : 64, TERMS = KIND == BF16 ? 1 : 2, PERIOD = 2;
     const u8* row;
 
     DEVICE void open(const u8* at, int t) { row = at + BYTES / 4 * t; }
@@ -146,8 +132,7 @@ struct Floats {
         rest[0] = pack_bf16(v[0] - bf16_to_float(out[0] & 0xFFFF), v[2] - bf16_to_float(out[0] >> 16));
         rest[1] = pack_bf16(v[1] - bf16_to_float(out[1] & 0xFFFF), v[3] - bf16_to_float(out[1] >> 16));
     }
-    template <int s>
-    DEVICE void codes(u32 (&out)[4], u32 (&rest)[4]) const {
+    DEVICE void codes(u32 s, u32 (&out)[4], u32 (&rest)[4]) const {
         if constexpr (KIND == F32) {
 #pragma unroll
             for (int i = 0; i < 2; i++) {

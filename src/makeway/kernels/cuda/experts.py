@@ -44,9 +44,9 @@ DOWN = "p" + "ppppp" + "il" + "p" + "ii"
 @dataclass(frozen=True)
 class Launches:
     """How the two launches of a layer are cut: rows of a pass, passes. Gate and up: columns of a unit (a warp each),
-    units, bytes of shared memory, blocks of an entry; where a block has several tiles buffers of sums, and tiles that are
-    fetched at once; blocks that registers leave room for. Down: columns of a unit, units, warps of an entry, entries at a
-    time, units of a warp that are fetched at once, blocks that registers leave room for, bytes."""
+    units, bytes of shared memory, blocks of an entry; where a block has several tiles buffers of sums, and tiles that
+    are fetched at once; blocks that registers leave room for. Down: columns of a unit, units, warps of an entry,
+    entries at a time, units of a warp that are fetched at once, blocks that registers leave room for, bytes."""
 
     of_pass: int
     passes: int
@@ -135,14 +135,16 @@ def launches_as(
     down_copies: int = 1,
     down_resident: int = 1,
 ) -> Launches:
-    """The launches with these choices, whether they fit or not; buffers and copies count where a block has several tiles."""
+    """With these choices, whether they fit or not; buffers and copies count where a block has several tiles."""
     of_pass = min(n, MOST_PASS)
     passes = -(-n // of_pass)
     unit, down_unit = unit_columns(layout.hidden), down_columns(layout)
     buffers, copies = (0, 1) if blocks == layout.width // TILE else (buffers, copies)
     copy = copy_bytes(layout.gate, unit) + copy_bytes(layout.up, unit)
     of_warp = activation_bytes(unit, of_pass) + (4 if buffers == 2 else 2) * SUMS + copies * copy
-    of_down_warp = activation_bytes(down_unit, of_pass) + passes * SUMS + down_copies * copy_bytes(layout.down, down_unit)
+    of_down_warp = (
+        activation_bytes(down_unit, of_pass) + passes * SUMS + down_copies * copy_bytes(layout.down, down_unit)
+    )
     of_entry = per_entry * of_down_warp + of_pass * passes * TILE * 4
     return Launches(
         of_pass=of_pass,
@@ -177,9 +179,7 @@ def kernel_names(layout: ExpertLayout, how: Launches) -> tuple[str, str]:
 class StepExpertKernels:
     """All routed experts of decode steps on one device."""
 
-    def __init__(
-        self, device: torch.device, programs: Programs, *, rule: Callable[..., Launches] = launches
-    ) -> None:
+    def __init__(self, device: torch.device, programs: Programs, *, rule: Callable[..., Launches] = launches) -> None:
         """`rule`: what cuts, with the parameters of `launches`."""
         self._device, self._programs, self._rule = device, programs, rule
         self._max_shared = most_shared(device)

@@ -83,9 +83,9 @@ def has_kernel(kind: GGMLType, n_cols: int) -> bool:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a launch is cut: columns into units (a warp each), units into groups, `groups` of those in a block; tiles of 16
-    rows among blocks, so many for each matrix, each of which has up to `turns` of them; with several, sums have one or two
-    `buffers`, and `copies` units of a warp are fetched at once. Registers leave room for `resident` blocks."""
+    """How a launch is cut: columns into units (a warp each), units into groups, `groups` of those in a block; tiles of
+    16 rows among blocks, so many for each matrix, each of which has up to `turns` of them; with several, sums have one
+    or two `buffers`, and `copies` units of a warp are fetched at once. Registers leave room for `resident` blocks."""
 
     unit: int
     n_units: int
@@ -129,16 +129,14 @@ def cut(kinds: Sequence[GGMLType], n_cols: int, *, rows: Sequence[int], n: int, 
     groups = min(groups, n_groups)
     warps = groups * group_units
     turns = _turns(tiles, n=n, warps=warps, splits=-(-n_groups // groups))
-    found = [
-        cut_as(kinds, n_cols, rows=rows, n=n, groups=groups, turns=turns, buffers=buffers) for buffers in (1, 2)
-    ]
+    found = [cut_as(kinds, n_cols, rows=rows, n=n, groups=groups, turns=turns, buffers=buffers) for buffers in (1, 2)]
     how = found[found[1].shared_bytes <= max_shared]
     is_small = 2 * how.blocks * how.splits <= PROCESSORS  # room for more registers, that is loads of floats
     return replace(how, resident=1 if is_small else blocks_of(warps, sets=n_sets(n)))
 
 
 def groups_of(kinds: Sequence[GGMLType], n_cols: int) -> tuple[int, int, int]:
-    """Columns of a unit, units of a group and groups: a group is as large as fits any card's block with eight activations."""
+    """Columns of a unit, units of a group, groups: a group is as large as fits any card's block with eight rows."""
     unit = unit_columns(n_cols)
     if unit == 256 and all(kind in FLOAT_KINDS for kind in kinds):
         unit = 128  # their units are large: more warps for fewer loads each
@@ -169,9 +167,7 @@ def cut_as(
     of_warp = _warp_bytes(unit, n, copy=copies * max(copy_bytes(kind, unit) for kind in kinds))
     more = n_sets(n) * SUMS if buffers == 2 else 0
     shared_bytes = groups * group_units * (of_warp + more)
-    return Cut(
-        unit, n_cols // unit, group_units, groups, of_matrix, turns, buffers, copies, resident, shared_bytes
-    )
+    return Cut(unit, n_cols // unit, group_units, groups, of_matrix, turns, buffers, copies, resident, shared_bytes)
 
 
 def _group_units(n_units: int, most: int) -> int:

@@ -127,7 +127,7 @@ struct Columns {
     const float* factors;
     // The lane's eight columns of the 32 from 32 s on, 8 t .. or 4 t .. and 16 + 4 t ..
     template <bool HALVES>
-    DEVICE uint2 eight(int s) const {
+    DEVICE uint2 eight(u32 s) const {
         if constexpr (HALVES) {
             const u32* at = reinterpret_cast<const u32*>(values + 32 * s);
             return {at[0], at[4]};
@@ -161,97 +161,97 @@ DEVICE void add_scaled(i32 (&total)[4], const i32 (&acc)[4], i32 low, i32 high) 
     total[3] += acc[3] * high;
 }
 
-// total += sum over the unit of integer scale * (codes times columns), `beside` that of what stands beside codes, all exact
-// (below 2^29); S: the next 32 columns.
-template <int KIND, int UK, int SETS, int S = 0>
+// What the 32 columns from 32 s on add to a unit. total += integer scale * (codes times columns), `beside` likewise what
+// stands beside codes; sums of all columns are exact (below 2^29).
+template <int KIND, int SETS>
 DEVICE void add_integers(i32 (&total)[SETS][4], i32 (&beside)[SETS][4], const Block<KIND>& low, const Block<KIND>& high,
-                         const Columns (&x)[SETS]) {
-    if constexpr (S < UK / 32) {
-        using B = Block<KIND>;
-        u32 a[2], b[2];
-        low.template codes<S>(a);
-        high.template codes<S>(b);
-        const i32 low0 = low.template scale<S, 0>(), high0 = high.template scale<S, 0>();
+                         const Columns (&x)[SETS], u32 s) {
+    using B = Block<KIND>;
+    u32 a[2], b[2];
+    low.codes(s, a);
+    high.codes(s, b);
+    const i32 low0 = low.scale(s, 0), high0 = high.scale(s, 0);
 #pragma unroll
-        for (int set = 0; set < SETS; set++) {
-            const uint2 columns = x[set].template eight<B::HALVES>(S);
-            i32 acc[4] = {};
-            if constexpr (B::BY_16) {
-                i32 other[4] = {};
-                mma_bytes_16(acc, a[0], b[0], columns.x);
-                mma_bytes_16(other, a[1], b[1], columns.y);
-                add_scaled(total[set], acc, low0, high0);
-                add_scaled(total[set], other, low.template scale<S, 1>(), high.template scale<S, 1>());
-            } else {
-                mma_bytes<B::SIGNED>(acc, {a[0], b[0], a[1], b[1]}, columns.x, columns.y);
-                add_scaled(total[set], acc, low0, high0);
-            }
-            if constexpr (B::HAS_MINIMA || B::BIAS != 0) {
-                u32 p[2], q[2];
-                low.template beside<S>(p);
-                high.template beside<S>(q);
-                mma_bytes<B::BIAS != 0>(beside[set], {p[0], q[0], p[1], q[1]}, columns.x, columns.y);
-            }
+    for (int set = 0; set < SETS; set++) {
+        const uint2 columns = x[set].template eight<B::HALVES>(s);
+        i32 acc[4] = {};
+        if constexpr (B::BY_16) {
+            i32 other[4] = {};
+            mma_bytes_16(acc, a[0], b[0], columns.x);
+            mma_bytes_16(other, a[1], b[1], columns.y);
+            add_scaled(total[set], acc, low0, high0);
+            add_scaled(total[set], other, low.scale(s, 1), high.scale(s, 1));
+        } else {
+            mma_bytes<B::SIGNED>(acc, {a[0], b[0], a[1], b[1]}, columns.x, columns.y);
+            add_scaled(total[set], acc, low0, high0);
         }
-        add_integers<KIND, UK, SETS, S + 1>(total, beside, low, high, x);
+        if constexpr (B::HAS_MINIMA || B::BIAS != 0) {
+            u32 p[2], q[2];
+            low.beside(s, p);
+            high.beside(s, q);
+            mma_bytes<B::BIAS != 0>(beside[set], {p[0], q[0], p[1], q[1]}, columns.x, columns.y);
+        }
     }
 }
 
 // The same for blocks whose scales are f16; a shift is multiplied by the columns' sums, the same for all rows.
-template <int KIND, int UK, int SETS, int S = 0>
-DEVICE void add_blocks(float (&total)[SETS][4], const Block<KIND>& low, const Block<KIND>& high, const Columns (&x)[SETS]) {
-    if constexpr (S < UK / 32) {
-        using B = Block<KIND>;
-        u32 a[2], b[2];
-        low.template codes<S>(a);
-        high.template codes<S>(b);
-        const float low0 = low.template scale<S, 0>(), high0 = high.template scale<S, 0>();
+template <int KIND, int SETS>
+DEVICE void add_blocks(float (&total)[SETS][4], const Block<KIND>& low, const Block<KIND>& high, const Columns (&x)[SETS],
+                       u32 s) {
+    using B = Block<KIND>;
+    u32 a[2], b[2];
+    low.codes(s, a);
+    high.codes(s, b);
+    const float low0 = low.scale(s, 0), high0 = high.scale(s, 0);
 #pragma unroll
-        for (int set = 0; set < SETS; set++) {
-            const uint2 columns = x[set].template eight<B::HALVES>(S);
-            const i32 magic = static_cast<i32>(MAGIC_BITS);
-            i32 acc[4] = {magic, magic, magic, magic};  // sums below 2^22 come out as floats above MAGIC
-            mma_bytes<B::SIGNED>(acc, {a[0], b[0], a[1], b[1]}, columns.x, columns.y);
-            float sums[4];
+    for (int set = 0; set < SETS; set++) {
+        const uint2 columns = x[set].template eight<B::HALVES>(s);
+        const i32 magic = static_cast<i32>(MAGIC_BITS);
+        i32 acc[4] = {magic, magic, magic, magic};  // sums below 2^22 come out as floats above MAGIC
+        mma_bytes<B::SIGNED>(acc, {a[0], b[0], a[1], b[1]}, columns.x, columns.y);
+        float sums[4];
 #pragma unroll
-            for (int i = 0; i < 4; i++) sums[i] = as_float(static_cast<u32>(acc[i])) - MAGIC;
-            add_scaled(total[set], sums, low0, high0);
-            if constexpr (B::HAS_SHIFT) {
-                const u32 ones = in_register(0x01010101);
-                i32 of_ones[4] = {magic, magic, magic, magic};
-                mma_bytes<false>(of_ones, {ones, ones, ones, ones}, columns.x, columns.y);
+        for (int i = 0; i < 4; i++) sums[i] = as_float(static_cast<u32>(acc[i])) - MAGIC;
+        add_scaled(total[set], sums, low0, high0);
+        if constexpr (B::HAS_SHIFT) {
+            const u32 ones = in_register(0x01010101);
+            i32 of_ones[4] = {magic, magic, magic, magic};
+            mma_bytes<false>(of_ones, {ones, ones, ones, ones}, columns.x, columns.y);
 #pragma unroll
-                for (int i = 0; i < 4; i++) sums[i] = as_float(static_cast<u32>(of_ones[i % 2])) - MAGIC;
-                add_scaled(total[set], sums, low.template shift<S>(), high.template shift<S>());
-            }
+            for (int i = 0; i < 4; i++) sums[i] = as_float(static_cast<u32>(of_ones[i % 2])) - MAGIC;
+            add_scaled(total[set], sums, low.shift(s), high.shift(s));
         }
-        add_blocks<KIND, UK, SETS, S + 1>(total, low, high, x);
     }
 }
 
-template <int KIND, int UK, int SETS, int S = 0>
-DEVICE void add_floats(float (&total)[SETS][4], const Block<KIND>& low, const Block<KIND>& high, const Columns (&x)[SETS]) {
-    if constexpr (S < UK / 32) {
-        u32 a[4], b[4], a_rest[4], b_rest[4];
-        low.template codes<S>(a, a_rest);
-        high.template codes<S>(b, b_rest);
-        const u32 first[4] = {a[0], b[0], a[1], b[1]}, second[4] = {a[2], b[2], a[3], b[3]};
+template <int KIND, int SETS>
+DEVICE void add_floats(float (&total)[SETS][4], const Block<KIND>& low, const Block<KIND>& high, const Columns (&x)[SETS],
+                       u32 s) {
+    u32 a[4], b[4], a_rest[4], b_rest[4];
+    low.codes(s, a, a_rest);
+    high.codes(s, b, b_rest);
+    const u32 first[4] = {a[0], b[0], a[1], b[1]}, second[4] = {a[2], b[2], a[3], b[3]};
 #pragma unroll
-        for (int set = 0; set < SETS; set++) {
-            const uint2 columns = x[set].template eight<false>(S);
-            const u32 p[4] = {signed_pair(columns.x), signed_pair(columns.x >> 8), signed_pair(columns.y),
-                              signed_pair(columns.y >> 8)};
-            mma_bf16(total[set], first, p[0], p[1]);
-            mma_bf16(total[set], second, p[2], p[3]);
-            if constexpr (Block<KIND>::TERMS == 2) {
-                const u32 first_rest[4] = {a_rest[0], b_rest[0], a_rest[1], b_rest[1]};
-                const u32 second_rest[4] = {a_rest[2], b_rest[2], a_rest[3], b_rest[3]};
-                mma_bf16(total[set], first_rest, p[0], p[1]);
-                mma_bf16(total[set], second_rest, p[2], p[3]);
-            }
+    for (int set = 0; set < SETS; set++) {
+        const uint2 columns = x[set].template eight<false>(s);
+        const u32 p[4] = {signed_pair(columns.x), signed_pair(columns.x >> 8), signed_pair(columns.y),
+                          signed_pair(columns.y >> 8)};
+        mma_bf16(total[set], first, p[0], p[1]);
+        mma_bf16(total[set], second, p[2], p[3]);
+        if constexpr (Block<KIND>::TERMS == 2) {
+            const u32 first_rest[4] = {a_rest[0], b_rest[0], a_rest[1], b_rest[1]};
+            const u32 second_rest[4] = {a_rest[2], b_rest[2], a_rest[3], b_rest[3]};
+            mma_bf16(total[set], first_rest, p[0], p[1]);
+            mma_bf16(total[set], second_rest, p[2], p[3]);
         }
-        add_floats<KIND, UK, SETS, S + 1>(total, low, high, x);
     }
+}
+
+// step(s) for each 32 columns.
+template <int KIND, int UK, class Step>
+DEVICE void each_step(Step step) {
+#pragma unroll
+    for (u32 s = 0; s < UK / 32; s++) step(s);
 }
 
 // total += the unit's rows (`low` is row g's block, `high` row g + 8's) times the columns that `x` reads.
@@ -262,12 +262,12 @@ DEVICE void multiply(float (&total)[SETS][4], Block<KIND>& low, Block<KIND>& hig
     high.prepare();
     float unit[SETS][4] = {};
     if constexpr (is_float(KIND)) {
-        add_floats<KIND, UK, SETS>(unit, low, high, x);
+        each_step<KIND, UK>([&](u32 s) { add_floats<KIND>(unit, low, high, x, s); });
     } else if constexpr (!B::IN_INTEGERS) {
-        add_blocks<KIND, UK, SETS>(unit, low, high, x);
+        each_step<KIND, UK>([&](u32 s) { add_blocks<KIND>(unit, low, high, x, s); });
     } else {
         i32 integers[SETS][4] = {}, beside[SETS][4] = {};
-        add_integers<KIND, UK, SETS>(integers, beside, low, high, x);
+        each_step<KIND, UK>([&](u32 s) { add_integers<KIND>(integers, beside, low, high, x, s); });
         const float d = low.block_scale(), e = high.block_scale();
 #pragma unroll
         for (int set = 0; set < SETS; set++) {
