@@ -6,9 +6,9 @@ kernels are compiled in threads while others are timed; graphs are not disturbed
     python -m bench.cuda_cuts [--within SECONDS] [--only NAME]      (one JSON line last)
 
 A line is a matrix and a number of rows: what the rule chooses, then the best five (of so many); below it the rule's
-choice with edits of the source (see EDITS). g groups of a block, t tiles, c of them fetched at once, b buffers of sums,
-r blocks that registers leave room for; B blocks of an entry; p warps of an entry, a entries at once. Cold: N copies of
-a kernel's code take turns.
+choice with edits of the source (see EDITS). g groups of a block, t tiles one after the other, c units of a warp that
+are fetched at once, b buffers of sums, r blocks that registers leave room for; G groups of a warp, in a tiles of a
+block at once; B blocks of an entry; p warps of an entry, a entries at once. Cold: N copies of a kernel take turns.
 """
 
 import argparse
@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.cuda_kernels import DEVICE, LAYERS, Group
 from bench.kernels import Layer, Step, error_of, time_us
 
+from makeway.errors import EngineFailed
 from makeway.gguf.types import GGMLType as G
 from makeway.kernels.cuda import FOLDER, experts, linear
 from makeway.kernels.cuda.compiler import Module, current_arch
@@ -169,10 +170,30 @@ def cuts_of(kinds: list[G], n_cols: int, rows: list[int], n: int) -> list[linear
                         if fits(how) and how not in found:
                             found.append(how)
                             break  # one buffer only where there is no room for two
+    return found + rows_of(kinds, n_cols, rows, n)
+
+
+def rows_of(kinds: list[G], n_cols: int, rows: list[int], n: int) -> list[linear.Cut]:
+    """With several tiles at once, and all their units one after the other in a warp, or those of a group."""
+    n_groups = linear.groups_of(kinds, n_cols)[2]
+    tiles = sum(-(-r // linear.TILE) for r in rows)
+    found = []
+    for groups in sorted({1, n_groups}) if tiles * n_groups >= 250 else ():
+        parts = -(-n_groups // groups)
+        for warps, resident, copies in itertools.product((6, 8, 12, 16), (1, 2), (2, 4)):
+            at_once = max(1, warps // parts)
+            for waves in (1, 2):
+                turns = max(1, -(-tiles * waves // (at_once * linear.PROCESSORS * resident)))
+                options = {"groups": groups, "at_once": at_once, "turns": turns, "copies": copies}
+                how = linear.cut_as(kinds, n_cols, rows=rows, n=n, resident=resident, **options)
+                if fits(how) and how not in found and how.blocks >= linear.PROCESSORS / 2 and turns <= 40:
+                    found.append(how)
     return found
 
 
 def label(how: linear.Cut) -> str:
+    if how.at_once:
+        return f"G{how.groups}a{how.at_once}t{how.turns}c{how.copies}r{how.resident}"
     return f"g{how.groups}t{how.turns}c{how.copies}b{how.buffers}r{how.resident}"
 
 
@@ -243,7 +264,10 @@ def run_group(session: Session, name: str, matrices: tuple, n_cols: int) -> None
             if session.is_over or session.programs.spills(linear.SOURCE, kernel):
                 continue
             linears = linear.Linears(DEVICE, session.programs, rule=lambda *_, how=how, **__: how)
-            row["us"][label(how)] = measure(label(how), linears)
+            try:
+                row["us"][label(how)] = measure(label(how), linears)
+            except EngineFailed as refused:
+                row["wrong"].append(f"{label(how)} ({refused})")
         session.show(row)
 
 
@@ -351,8 +375,11 @@ def run_layer(session: Session, name: str, layout: experts.ExpertLayout, n_exper
                 names = experts.kernel_names(layout, how)
                 if session.is_over or session.programs.spills(experts.SOURCE, names[place]):
                     continue
-                row["us"][of(how)], right = steps.measure(part, session.programs, how)
-                row["wrong"] += [] if right else [of(how)]
+                try:
+                    row["us"][of(how)], right = steps.measure(part, session.programs, how)
+                    row["wrong"] += [] if right else [of(how)]
+                except EngineFailed as refused:
+                    row["wrong"].append(f"{of(how)} ({refused})")
             session.show(row)
 
 

@@ -15,6 +15,7 @@ from makeway.kernels.cuda.linear import (
     can_mix,
     cut,
     cut_as,
+    groups_of,
     has_kernel,
     mix_bytes,
 )
@@ -106,43 +107,45 @@ def test_a_row_has_the_same_bits_in_any_company(kind, monkeypatch):
             assert torch.equal(Linears(CPU, programs)(x[rows], [weight])[0], together[rows])
 
 
-def test_many_tiles_of_a_block(linears, monkeypatch):
-    """A matrix with more tiles than blocks: tiles follow each other, with sums in two buffers or in one."""
-    monkeypatch.setattr("makeway.kernels.cuda.linear.PROCESSORS", 1)
-    weight = random_weight(G.Q6_K, 16 * 20 - 5, 1280)
-    how = cut([G.Q6_K], 1280, rows=[weight.n_rows], n=1)
-    assert how.turns > 2
-    assert how.buffers == 2
-    x = torch.randn((1, 1280), generator=torch.Generator().manual_seed(5))
-    (out,) = linears(x, [weight])
-    close(out, product(x, weight))
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-def test_many_tiles_with_one_buffer(reverse, monkeypatch):
+def test_many_tiles_of_a_block(monkeypatch):
     monkeypatch.setattr("makeway.kernels.cuda.linear.PROCESSORS", 1)
     weight = random_weight(G.Q4_K, 16 * 12 - 3, 2048)
     how = cut([G.Q4_K], 2048, rows=[weight.n_rows], n=8)
     assert (how.turns > 1, how.buffers, how.splits) == (True, 1, 1)
     x = torch.randn((8, 2048), generator=torch.Generator().manual_seed(8))
-    (out,) = Linears(CPU, EmulatedPrograms(reverse=reverse))(x, [weight])
+    (out,) = Linears(CPU, EmulatedPrograms(reverse=True))(x, [weight])
     close(out, product(x, weight))
     (alone,) = Linears(CPU, EmulatedPrograms())(x[2:3], [weight])
     assert torch.equal(alone[0], out[2])
 
 
-@pytest.mark.parametrize(("turns", "copies"), [(3, 3), (5, 2)])
-def test_several_tiles_on_their_way(turns, copies):
+@pytest.mark.parametrize(("turns", "buffers", "copies"), [(3, 1, 3), (5, 2, 2)])
+def test_several_tiles_on_their_way(turns, buffers, copies):
     """Blocks with as many tiles as are fetched at once, with more and with less; bits are those of any other cut."""
     weights = [random_weight(G.Q4_K, rows, 512, seed=rows) for rows in (16 * 7 - 3, 5)]
     x = torch.randn((1, 512), generator=torch.Generator().manual_seed(10))
-    rule = partial(cut_as, turns=turns, copies=copies)
+    rule = partial(cut_as, turns=turns, buffers=buffers, copies=copies)
     ring = Linears(
         CPU, EmulatedPrograms(reverse=True), rule=lambda *facts, rows, n, max_shared: rule(*facts, rows=rows, n=n)
     )
     for out, weight in zip(ring(x, weights), weights, strict=True):
         close(out, product(x, weight))
         assert torch.equal(out, Linears(CPU, EmulatedPrograms())(x, [weight])[0])
+
+
+@pytest.mark.parametrize(("groups", "at_once", "copies", "n"), [(2, 2, 3, 1), (1, 2, 2, 8)])
+def test_units_one_after_the_other(groups, at_once, copies, n):
+    """A warp with all units of a tile, or one group of two; the bits are those of a warp for each unit."""
+    weights = [random_weight(kind, rows, 2560, seed=rows) for kind, rows in ((G.Q4_K, 16 * 5 - 3), (G.F32, 5))]
+    x = torch.randn((n, 2560), generator=torch.Generator().manual_seed(11))
+    assert groups_of([weight.type for weight in weights], 2560) == (256, 5, 2)
+    rule = partial(cut_as, groups=groups, at_once=at_once, copies=copies, turns=2)
+    rows = Linears(
+        CPU, EmulatedPrograms(reverse=True), rule=lambda *facts, rows, n, max_shared: rule(*facts, rows=rows, n=n)
+    )
+    for out, same, weight in zip(rows(x, weights), Linears(CPU, EmulatedPrograms())(x, weights), weights, strict=True):
+        close(out, product(x, weight), TOLERANCE.get(weight.type, 2e-6))
+        assert torch.equal(out, same)
 
 
 def test_what_the_activations_are_made_of(linears):

@@ -85,7 +85,8 @@ def has_kernel(kind: GGMLType, n_cols: int) -> bool:
 class Cut:
     """How a launch is cut: columns into units (a warp each), units into groups, `groups` of those in a block; tiles of
     16 rows among blocks, so many for each matrix, each of which has up to `turns` of them; with several, sums have one
-    or two `buffers`, and `copies` units of a warp are fetched at once. Registers leave room for `resident` blocks."""
+    or two `buffers`, and `copies` units of a warp are fetched at once. With tiles `at_once`, a warp has `groups` of one
+    of them, one unit after the other. Registers leave room for `resident` blocks."""
 
     unit: int
     n_units: int
@@ -95,6 +96,7 @@ class Cut:
     turns: int
     buffers: int
     copies: int
+    at_once: int
     resident: int
     shared_bytes: int
 
@@ -105,7 +107,7 @@ class Cut:
 
     @property
     def warps(self) -> int:
-        return self.groups * self.group_units
+        return self.at_once * -(-self.n_groups // self.groups) if self.at_once else self.groups * self.group_units
 
     @property
     def n_groups(self) -> int:
@@ -114,7 +116,7 @@ class Cut:
     @property
     def splits(self) -> int:
         """Blocks that share a tile."""
-        return -(-self.n_groups // self.groups)
+        return 1 if self.at_once else -(-self.n_groups // self.groups)
 
 
 def cut(kinds: Sequence[GGMLType], n_cols: int, *, rows: Sequence[int], n: int, max_shared: int = MAX_SHARED) -> Cut:
@@ -155,19 +157,30 @@ def cut_as(
     turns: int = 1,
     buffers: int = 1,
     copies: int = 1,
+    at_once: int = 0,
     resident: int = 1,
 ) -> Cut:
     """The cut with these choices, whether it fits or not; buffers and copies count where a block has several turns."""
-    unit, group_units, _ = groups_of(kinds, n_cols)
-    buffers, copies = (0, 1) if turns == 1 else (buffers, copies)
+    unit, group_units, n_groups = groups_of(kinds, n_cols)
+    if at_once:
+        buffers = 0
+    elif turns == 1:
+        buffers, copies = 0, 1
     # A tile of floats takes several times as long as one of codes: beside codes each has a block of its own.
     is_mixed = {kind in FLOAT_KINDS for kind in kinds} == {True, False}
     by_kind = [1 if is_mixed and kind in FLOAT_KINDS else turns for kind in kinds]
-    of_matrix = tuple(-(-r // (TILE * t)) for r, t in zip(rows, by_kind, strict=True))
-    of_warp = _warp_bytes(unit, n, copy=copies * max(copy_bytes(kind, unit) for kind in kinds))
-    more = n_sets(n) * SUMS if buffers == 2 else 0
-    shared_bytes = groups * group_units * (of_warp + more)
-    return Cut(unit, n_cols // unit, group_units, groups, of_matrix, turns, buffers, copies, resident, shared_bytes)
+    of_matrix = tuple(-(-r // (TILE * t * max(1, at_once))) for r, t in zip(rows, by_kind, strict=True))
+    copy = copies * max(copy_bytes(kind, unit) for kind in kinds)
+    if at_once:
+        parts = -(-n_groups // groups)
+        of_tile = parts * (groups * n_sets(n) * SUMS + copy)
+        shared_bytes = n_cols // unit * activation_bytes(unit, n) + at_once * of_tile
+    else:
+        more = n_sets(n) * SUMS if buffers == 2 else 0
+        shared_bytes = groups * group_units * (_warp_bytes(unit, n, copy=copy) + more)
+    return Cut(
+        unit, n_cols // unit, group_units, groups, of_matrix, turns, buffers, copies, at_once, resident, shared_bytes
+    )
 
 
 def _group_units(n_units: int, most: int) -> int:
@@ -202,7 +215,7 @@ def _warp_bytes(unit: int, n: int, *, copy: int) -> int:
 def kernel_name(kinds: Sequence[GGMLType], how: Cut, *, prologue: int, n: int) -> str:
     """The instantiation in linear.cu."""
     mask = sum(1 << int(kind) for kind in set(kinds))
-    what = f"{mask}ull, {len(kinds)}, {how.unit}, {prologue}, {n}, {how.buffers}, {how.copies}"
+    what = f"{mask}ull, {len(kinds)}, {how.unit}, {prologue}, {n}, {how.buffers}, {how.copies}, {how.at_once}"
     return f"linears_kernel<{what}, {how.n_units}, {how.group_units}, {how.groups}, {how.resident}>"
 
 

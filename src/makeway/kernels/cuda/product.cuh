@@ -399,16 +399,16 @@ DEVICE float sum_at(const float* red, int activation, int row) {
     const float* of = red + PLANES * activation * RED_COLUMN + row;
     return (of[2 * RED_COLUMN] + of[RED_COLUMN]) + of[0];
 }
-// Those of COUNT parts, STRIDE floats apart, added two by two.
+// Those of COUNT parts, STRIDE floats apart: each column's in order, as one warp adds the units that it multiplies in order.
 template <int COUNT, int STRIDE>
 DEVICE float sum_of_parts(const float* red, int activation, int row) {
-    float sums[COUNT];
+    const float* of = red + PLANES * activation * RED_COLUMN + row;
+    float sums[PLANES];
 #pragma unroll
-    for (int i = 0; i < COUNT; i++) sums[i] = sum_at(red + i * STRIDE, activation, row);
+    for (int plane = 0; plane < PLANES; plane++) {
+        sums[plane] = of[plane * RED_COLUMN];
 #pragma unroll
-    for (int left = COUNT; left > 1; left = (left + 1) / 2) {
-#pragma unroll
-        for (int i = 0; i < left / 2; i++) sums[i] += sums[i + (left + 1) / 2];
+        for (int i = 1; i < COUNT; i++) sums[plane] += of[i * STRIDE + plane * RED_COLUMN];
     }
-    return sums[0];
+    return (sums[2] + sums[1]) + sums[0];
 }
