@@ -1,4 +1,4 @@
-"""How decode's launches are best cut: each matrix and layer of experts with every choice, and what cold code costs.
+"""How decode's launches are best cut: each matrix and layer of experts with every choice that may be good.
 
 A choice's bits must be the rule's, which are checked against f64 first; down's sums may have another order. Hazard:
 kernels are compiled in threads while others are timed; graphs are not disturbed by that.
@@ -6,19 +6,17 @@ kernels are compiled in threads while others are timed; graphs are not disturbed
     python -m bench.cuda_cuts [--within SECONDS] [--only NAME]      (one JSON line last)
 
 A line is a matrix and a number of rows: what the rule chooses, then the best five (of so many); below it the rule's
-choice with edits of the source (see EDITS). g groups of a block, t tiles one after the other, c units of a warp that
-are fetched at once, b buffers of sums, r blocks that registers leave room for; G groups of a warp, in a tiles of a
-block at once; B blocks of an entry; p warps of an entry, a entries at once. Cold: N copies of a kernel take turns.
+choice without parts of the source (see EDITS). g groups of a block, t tiles one after the other, c of them fetched at
+once, b buffers of sums, r blocks that registers leave room for; B blocks of an entry; p warps of an entry, a entries
+at once.
 """
 
 import argparse
 import functools
-import itertools
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -50,25 +48,13 @@ GROUPS = (
     ("FN head Q6_K", ((G.Q6_K, 248320),), 2560),
 )
 ROWS = (1, 4, 8)
-COLD = (1, 4, 16, 32)  # copies of the code
-COLD_GROUPS = (0, 2, 3, 4, 7)
-SHARED_OF_ALL = 228 << 10  # of a multiprocessor, of which each block takes 1 KiB more than it asks for
-# Edits of kernels: file, what is there, what is put there instead. The product as a loop, which is less code to fetch.
-# Without a part a kernel is wrong, but shows what the part costs.
-LOOP = """
-    constexpr u32 STEPS = UK / 32, PERIOD = STEPS % Block<KIND>::PERIOD == 0 ? Block<KIND>::PERIOD : 1;
-#pragma unroll is_float(KIND) ? STEPS / PERIOD : 1
-    for (u32 turn = 0; turn < STEPS / PERIOD; turn++) {
-#pragma unroll
-        for (u32 i = 0; i < PERIOD; i++) step(turn * PERIOD + i);
-    }
-"""
+# Edits of kernels: file, what is there, what is put there instead. Without a part a kernel is wrong, but shows what the
+# part costs.
 COPY = "if (16 * (piece + lane % 2) < wanted) copy16_async(to + 16 * piece, from + 16 * piece);"
 PREFETCH = "for (int at = 0; at < HALF; at += 32) prefetch32(half + at);"
 ROWS_OF_X = "for (int row = first; row < n; row += step) {"
 HIDDEN = "for (int i = thread_x(); i < count * ROWS; i += UNITS * LANES) {"
 EDITS = {
-    "loop": [("product.cuh", "#pragma unroll\n    for (u32 s = 0; s < UK / 32; s++) step(s);", LOOP)],
     "-product": [("product.cuh", "        multiply<KIND, UK, SETS>(total, blocks[0], blocks[1], x);\n", "")],
     "-fetch": [("product.cuh", COPY, ";"), ("product.cuh", PREFETCH, PREFETCH.replace("at < HALF", "at < 0"))],
     "-x": [("product.cuh", ROWS_OF_X, ROWS_OF_X.replace("row = first", "row = n"))],
@@ -84,19 +70,14 @@ class Compiled:
 
     def __init__(self, pool: ThreadPoolExecutor, *, edits: str = "") -> None:
         """`edits`: a name in EDITS."""
-        self._pool, self._n, self._folder = pool, 1, edited(edits) if edits else None
+        self._pool, self._folder = pool, edited(edits) if edits else None
         self._coming: dict[tuple[Path, str], Future] = {}
-        self._loaded: dict[tuple[Path, str], Iterator] = {}
+        self._loaded: dict[tuple[Path, str], object] = {}
 
     def want(self, source: Path, name: str) -> None:
         if (source, name) not in self._coming:
             file = source if self._folder is None else self._folder / source.name
             self._coming[source, name] = self._pool.submit(Module.compile, [file], [name], current_arch())
-
-    def copy_code(self, n: int) -> None:
-        """From now on n copies of each kernel take turns."""
-        self._n = n
-        self._loaded.clear()
 
     def spills(self, source: Path, name: str) -> bool:
         return self._coming[source, name].result().resources[name].spill_bytes > 0
@@ -105,9 +86,8 @@ class Compiled:
         if (source, name) not in self._loaded:
             self.want(source, name)
             module = self._coming[source, name].result()
-            some = [Module(module._binary).kernel(name, parameters) for _ in range(self._n)]
-            self._loaded[source, name] = itertools.cycle(some)
-        return next(self._loaded[source, name])
+            self._loaded[source, name] = module.kernel(name, parameters)
+        return self._loaded[source, name]
 
 
 def edited(name: str) -> Path:
@@ -136,8 +116,8 @@ class Only:
 
 
 def fits(how: "linear.Cut | experts.Launches") -> bool:
-    most = how.resident * (how.shared_bytes + 1024)
-    return how.shared_bytes <= linear.MAX_SHARED_HOPPER and most <= SHARED_OF_ALL
+    room = linear.MAX_SHARED_HOPPER + linear.RESERVED
+    return how.resident * (how.shared_bytes + linear.RESERVED) <= room
 
 
 def resident_choices(warps: int, *, sets: int) -> list[int]:
@@ -163,37 +143,17 @@ def cuts_of(kinds: list[G], n_cols: int, rows: list[int], n: int) -> list[linear
             continue
         for resident in resident_choices(warps, sets=linear.n_sets(n)):
             for turns in turn_choices(tiles * splits, resident):
-                for copies in range(1, min(turns, 4) + 1):
+                for copies in range(1, min(turns, 3) + 1):
                     for buffers in (2, 1):
                         options = {"groups": groups, "turns": turns, "buffers": buffers, "copies": copies}
                         how = linear.cut_as(kinds, n_cols, rows=rows, n=n, resident=resident, **options)
                         if fits(how) and how not in found:
                             found.append(how)
                             break  # one buffer only where there is no room for two
-    return found + rows_of(kinds, n_cols, rows, n)
-
-
-def rows_of(kinds: list[G], n_cols: int, rows: list[int], n: int) -> list[linear.Cut]:
-    """With several tiles at once, and all their units one after the other in a warp, or those of a group."""
-    n_groups = linear.groups_of(kinds, n_cols)[2]
-    tiles = sum(-(-r // linear.TILE) for r in rows)
-    found = []
-    for groups in sorted({1, n_groups}) if tiles * n_groups >= 250 else ():
-        parts = -(-n_groups // groups)
-        for warps, resident, copies in itertools.product((6, 8, 12, 16), (1, 2), (2, 4)):
-            at_once = max(1, warps // parts)
-            for waves in (1, 2):
-                turns = max(1, -(-tiles * waves // (at_once * linear.PROCESSORS * resident)))
-                options = {"groups": groups, "at_once": at_once, "turns": turns, "copies": copies}
-                how = linear.cut_as(kinds, n_cols, rows=rows, n=n, resident=resident, **options)
-                if fits(how) and how not in found and how.blocks >= linear.PROCESSORS / 2 and turns <= 40:
-                    found.append(how)
     return found
 
 
 def label(how: linear.Cut) -> str:
-    if how.at_once:
-        return f"G{how.groups}a{how.at_once}t{how.turns}c{how.copies}r{how.resident}"
     return f"g{how.groups}t{how.turns}c{how.copies}b{how.buffers}r{how.resident}"
 
 
@@ -235,7 +195,7 @@ def want_group(session: Session, kinds: list[G], n_cols: int, rows: list[int]) -
 
 
 def run_group(session: Session, name: str, matrices: tuple, n_cols: int) -> None:
-    """All choices for 1, 4, 8 rows; the rule's also as a loop."""
+    """All choices for 1, 4, 8 rows."""
     group = Group(matrices, n_cols)
     kinds, _, rows = facts(matrices, n_cols)
     x = torch.randn(8, n_cols, device=DEVICE)
@@ -276,10 +236,10 @@ def gate_up_cuts(layout: experts.ExpertLayout, n: int, top_k: int) -> list[exper
     tiles, found = layout.width // linear.TILE, []
     for resident in resident_choices(rule.units, sets=1):
         for blocks in sorted({-(-tiles // t) for t in (1, 2, 3, 4, 5, 7, 10, 14, 20, 40)}):
-            for copies, buffers in ((1, 1), (1, 2), (2, 2), (3, 2), (2, 1)):
+            for buffers in (2, 1):
                 how = experts.launches_as(
                     layout, n=n, blocks=blocks, per_entry=rule.per_entry, at_once=rule.at_once, buffers=buffers,
-                    copies=copies, resident=resident, down_copies=rule.down_copies, down_resident=rule.down_resident,
+                    resident=resident, down_copies=rule.down_copies, down_resident=rule.down_resident,
                 )  # fmt: skip
                 if fits(how) and how not in found and blocks * min(n * top_k, 64) >= linear.PROCESSORS / 2:
                     found.append(how)
@@ -297,7 +257,7 @@ def down_cuts(layout: experts.ExpertLayout, n: int, top_k: int) -> list[experts.
                 for resident in resident_choices(per_entry * at_once, sets=1):
                     how = experts.launches_as(
                         layout, n=n, blocks=rule.blocks, per_entry=per_entry, at_once=at_once, buffers=rule.buffers,
-                        copies=rule.copies, resident=rule.resident, down_copies=copies, down_resident=resident,
+                        resident=rule.resident, down_copies=copies, down_resident=resident,
                     )  # fmt: skip
                     is_one = copies == 1 and (per_entry < rule.down_units or at_once < n * top_k)  # nothing on its way
                     room = how.down_shared_bytes <= linear.MAX_SHARED_HOPPER
@@ -309,7 +269,7 @@ def down_cuts(layout: experts.ExpertLayout, n: int, top_k: int) -> list[experts.
 
 
 def gate_up_label(how: experts.Launches) -> str:
-    return f"B{how.blocks}c{how.copies}b{how.buffers}r{how.resident}"
+    return f"B{how.blocks}b{how.buffers}r{how.resident}"
 
 
 def down_label(how: experts.Launches) -> str:
@@ -383,35 +343,6 @@ def run_layer(session: Session, name: str, layout: experts.ExpertLayout, n_exper
             session.show(row)
 
 
-class Cold:
-    """A chain of one kernel whose code is there in N copies, which take turns; as straight lines and as a loop."""
-
-    def __init__(self, session: Session, case: tuple, n: int) -> None:
-        self.name, self.matrices, self.n_cols = case
-        self.n = n
-        self.kinds = {"straight": Compiled(session.pool), "loop": Compiled(session.pool, edits="loop")}
-        types, n_cols, rows = facts(self.matrices, self.n_cols)
-        rule = linear.cut(types, n_cols, rows=rows, n=n, max_shared=linear.MAX_SHARED_HOPPER)
-        for programs in self.kinds.values():
-            programs.want(linear.SOURCE, linear.kernel_name(types, rule, prologue=linear.PLAIN, n=n))
-
-    def measure(self, session: Session) -> None:
-        group = Group(self.matrices, self.n_cols)
-        x = torch.randn(self.n, self.n_cols, device=DEVICE)
-        for kind, programs in self.kinds.items():
-            times = {}
-            linears = linear.Linears(DEVICE, programs)
-            chain = [functools.partial(linears, x, group.copies[i % len(group.copies)]) for i in range(64)]
-            for copies in COLD:
-                programs.copy_code(copies)
-                for launch in chain[: copies + 1]:  # the first launch loads the code, which a graph's capture may not
-                    launch()
-                times[str(copies)], _ = time_us(chain, repeats=5)
-            session.rows.append({"name": f"cold {self.name}", "n": self.n, "kind": kind, "us": times})
-            text = "  ".join(f"{copies} {us:.2f}" for copies, us in times.items())
-            print(f"cold {self.name:<26}{self.n} {kind:<9} {text}", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--within", type=float, default=95.0, help="seconds; what was not measured by then is left out")
@@ -432,11 +363,8 @@ def main() -> None:
             for name, layout, n_experts, top_k in reversed(LAYERS)
         ]  # fmt: skip
         jobs = [job for job in jobs if args.only in job[0]]
-        colds = [Cold(session, GROUPS[i], n) for i in COLD_GROUPS for n in (1, 4)] if args.only in "cold" else []
         for _, want, _ in jobs:
             want()
-        for one in colds:
-            one.measure(session)
         for _, _, measure in jobs:
             if not session.is_over:
                 measure()

@@ -139,11 +139,18 @@ def test_the_order_of_sums_is_the_same_on_every_card():
         assert max(how.shared_bytes for how in every) <= MAX_SHARED
 
 
-@pytest.mark.parametrize(("n", "buffers", "copies"), [(1, 1, 1), (3, 2, 2)])
-def test_several_tiles_of_a_block(n, buffers, copies):
-    """Of gate and up: tiles follow each other, with sums in one buffer or in two, and with one or two on their way."""
+def test_a_second_buffer_of_sums_must_fit_the_card():
+    """Twelve units: with one buffer they are just small enough for a block of sm_86."""
+    layout = ExpertLayout(G.Q4_K, G.Q4_K, G.Q4_K, hidden=3072, width=768)
+    assert can_run(layout)
+    assert all(launches(layout, n=n, top_k=8).shared_bytes <= MAX_SHARED for n in (1, 2, 4, 8))
+
+
+@pytest.mark.parametrize(("n", "buffers"), [(1, 1), (3, 2)])
+def test_several_tiles_of_a_block(n, buffers):
+    """Of gate and up: tiles follow each other, with sums in one buffer or in two."""
     layout = ExpertLayout(G.Q4_K, G.Q5_K, G.Q4_K, hidden=256, width=256)
-    choices = {"blocks": 3, "buffers": buffers, "copies": copies, "per_entry": 1, "at_once": 3}
+    choices = {"blocks": 3, "buffers": buffers, "per_entry": 1, "at_once": 3}
     rule = lambda layout, *, n, top_k, max_shared: launches_as(layout, n=n, **choices)  # noqa: E731
     layer = Layer(layout)
     x, ids, routing, acc = inputs(n, 256, top_k=3, seed=n)

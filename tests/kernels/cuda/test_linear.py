@@ -15,7 +15,6 @@ from makeway.kernels.cuda.linear import (
     can_mix,
     cut,
     cut_as,
-    groups_of,
     has_kernel,
     mix_bytes,
 )
@@ -77,9 +76,8 @@ def test_several_types_in_few_launches(n_matrices):
         close(out, product(x, weight), TOLERANCE.get(weight.type, 2e-6))
 
 
-def test_five_matrices_whose_tiles_have_several_blocks(monkeypatch):
+def test_five_matrices_whose_tiles_have_several_blocks():
     """Each finds its own parts of sums."""
-    monkeypatch.setattr("makeway.kernels.cuda.linear.WARPS", 1)
     weights = [random_weight(G.Q4_K, rows, 4608, seed=rows) for rows in (16, 33, 5, 48, 17)]
     assert cut([G.Q4_K] * 5, 4608, rows=[w.n_rows for w in weights], n=2).splits > 1
     x = torch.randn((2, 4608), generator=torch.Generator().manual_seed(9))
@@ -92,13 +90,13 @@ SOME = [G.Q6_K, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (G.Q4_K
 
 @pytest.mark.parametrize("kind", SOME, ids=lambda kind: kind.name)
 def test_a_row_has_the_same_bits_in_any_company(kind, monkeypatch):
-    """Of 4608 columns the sums are shared by other numbers of blocks for one row and for eight, and on a GPU of one
+    """Of 2560 columns the sums are shared by other numbers of blocks for one row and for eight, and on a GPU of one
     processor."""
-    weight = random_weight(kind, 20, 4608)
-    x = torch.randn((8, 4608), generator=torch.Generator().manual_seed(4))
+    weight = random_weight(kind, 20, 2560)
+    x = torch.randn((8, 2560), generator=torch.Generator().manual_seed(4))
     (apart,) = Linears(CPU, EmulatedPrograms())(x[:1], [weight])
     monkeypatch.setattr("makeway.kernels.cuda.linear.PROCESSORS", 1)
-    assert len({cut([kind], 4608, rows=[20], n=n).splits for n in (1, 8)}) == 2
+    assert [cut([kind], 2560, rows=[20], n=n).splits for n in (1, 8)] == [1, 2]
     (together,) = Linears(CPU, EmulatedPrograms())(x, [weight])
     close(together, product(x, weight))
     assert torch.equal(apart[0], together[0])
@@ -131,21 +129,6 @@ def test_several_tiles_on_their_way(turns, buffers, copies):
     for out, weight in zip(ring(x, weights), weights, strict=True):
         close(out, product(x, weight))
         assert torch.equal(out, Linears(CPU, EmulatedPrograms())(x, [weight])[0])
-
-
-@pytest.mark.parametrize(("groups", "at_once", "copies", "n"), [(2, 2, 3, 1), (1, 2, 2, 8)])
-def test_units_one_after_the_other(groups, at_once, copies, n):
-    """A warp with all units of a tile, or one group of two; the bits are those of a warp for each unit."""
-    weights = [random_weight(kind, rows, 2560, seed=rows) for kind, rows in ((G.Q4_K, 16 * 5 - 3), (G.F32, 5))]
-    x = torch.randn((n, 2560), generator=torch.Generator().manual_seed(11))
-    assert groups_of([weight.type for weight in weights], 2560) == (256, 5, 2)
-    rule = partial(cut_as, groups=groups, at_once=at_once, copies=copies, turns=2)
-    rows = Linears(
-        CPU, EmulatedPrograms(reverse=True), rule=lambda *facts, rows, n, max_shared: rule(*facts, rows=rows, n=n)
-    )
-    for out, same, weight in zip(rows(x, weights), Linears(CPU, EmulatedPrograms())(x, weights), weights, strict=True):
-        close(out, product(x, weight), TOLERANCE.get(weight.type, 2e-6))
-        assert torch.equal(out, same)
 
 
 def test_what_the_activations_are_made_of(linears):

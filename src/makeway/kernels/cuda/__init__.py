@@ -10,9 +10,9 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 
 
-def all_kernels(steps: Sequence[int] = (1, 2, 4, 8)) -> list[tuple[tuple[Path, ...], Sequence[str]]]:
-    """(files, C++ names of the kernels) of each program: each type alone, and what the known models launch in steps of
-    so many rows."""
+def all_kernels(arch: str, steps: Sequence[int] = (1, 2, 4, 8)) -> list[tuple[tuple[Path, ...], Sequence[str]]]:
+    """(files, C++ names of the kernels) of each program: each type alone, and what the known models launch on a card
+    of this architecture ("sm_86" or "sm_90") in steps of so many rows."""
     from makeway.gguf.types import GGMLType as G
     from makeway.kernels.cuda import experts, linear
     from makeway.kernels.triton.experts import ExpertLayout
@@ -29,16 +29,15 @@ def all_kernels(steps: Sequence[int] = (1, 2, 4, 8)) -> list[tuple[tuple[Path, .
     ]
     layouts = [(ExpertLayout(G.Q4_K, G.Q4_K, G.Q5_1, 2560, 640), 10)]  # Flash-Next
     layouts += [(ExpertLayout(G.Q4_K, G.Q4_K, down, 2048, 768), 8) for down in (G.Q4_K, G.Q6_K)]  # Qwen3-30B
+    max_shared = {"sm_86": linear.MAX_SHARED, "sm_90": linear.MAX_SHARED_HOPPER}[arch]
     of_products: set[str] = set()
     of_experts: set[str] = set()
     for n in steps:
         for kinds, n_cols, rows, prologue in products:
-            for max_shared in (linear.MAX_SHARED, linear.MAX_SHARED_HOPPER):
-                how = linear.cut(kinds, n_cols, rows=rows, n=n, max_shared=max_shared)
-                of_products.add(linear.kernel_name(kinds, how, prologue=prologue, n=n))
+            how = linear.cut(kinds, n_cols, rows=rows, n=n, max_shared=max_shared)
+            of_products.add(linear.kernel_name(kinds, how, prologue=prologue, n=n))
         of_products.add(linear.mix_kernel_name(G.Q8_0, 320, n_streams=4, n=n))  # Flash-Next: a mixer's end
         for layout, top_k in layouts:
-            for max_shared in (linear.MAX_SHARED, linear.MAX_SHARED_HOPPER):
-                how_experts = experts.launches(layout, n=n, top_k=top_k, max_shared=max_shared)
-                of_experts.update(experts.kernel_names(layout, how_experts))
+            how_experts = experts.launches(layout, n=n, top_k=top_k, max_shared=max_shared)
+            of_experts.update(experts.kernel_names(layout, how_experts))
     return [((linear.SOURCE,), sorted(of_products)), ((experts.SOURCE,), sorted(of_experts))]

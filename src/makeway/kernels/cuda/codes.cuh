@@ -32,7 +32,6 @@ DEVICE u32 signed_pair(u32 word) {
 //   BY_EIGHT: words are read by eights of bytes, else by fours or less
 //   HALVES: the lane's columns are 4 t .. 4 t + 3 of either half: codes[0] of the first, codes[1] of the second
 //   BY_16: a scale for each half
-//   PERIOD: steps of 32 columns after which the next are read in the same way, elsewhere
 //   scale(s, half): what the codes' products are multiplied by: IN_INTEGERS an integer, and then block_scale(), else all of it
 //   beside(s): with HAS_MINIMA the unsigned minima that times block_min() are taken away, with BIAS the signed scales of
 //     what is: the bytes of either half, four times, so that they are multiplied as the codes are
@@ -44,7 +43,7 @@ struct Block;
 struct SuperBlock {
     static constexpr bool HALVES = false, BY_EIGHT = true, BY_16 = false, HAS_MINIMA = true;
     static constexpr bool SIGNED = false, IN_INTEGERS = true;
-    static constexpr int COLUMNS = 256, BIAS = 0, PERIOD = 2;
+    static constexpr int COLUMNS = 256, BIAS = 0;
     const u8* words;  // the lane's
     u32 both, scales[2], minima[2];
 
@@ -64,10 +63,8 @@ struct SuperBlock {
     }
     DEVICE float block_scale() const { return half_to_float(both & 0xFFFF); }
     DEVICE float block_min() const { return half_to_float(both >> 16); }
-    DEVICE i32 scale(u32 s, int) const { return byte_of(s < 4 ? scales[0] : scales[1], s % 4); }
-    DEVICE void beside(u32 s, u32 (&out)[2]) const {
-        out[0] = out[1] = four_of_byte(s < 4 ? minima[0] : minima[1], s % 4);
-    }
+    DEVICE i32 scale(u32 s, int) const { return byte_of(scales[s / 4], s % 4); }
+    DEVICE void beside(u32 s, u32 (&out)[2]) const { out[0] = out[1] = four_of_byte(minima[s / 4], s % 4); }
     DEVICE static uint2 eight_bytes(const u8* at) { return *reinterpret_cast<const uint2*>(at); }
     DEVICE uint2 nibbles(u32 s) const {
         const uint2 both_of = eight_bytes(words + 32 * (s / 2));
@@ -128,17 +125,12 @@ struct SharedRow {
 
 // A block whose 16 scales are signed bytes, and whose codes are all too large by the same number.
 struct SignedScales : SharedRow {
-    static constexpr int PERIOD = 4;
     u32 scales[4];
 
-    DEVICE u32 scales_of(u32 s) const {
-        const u32 i = s % PERIOD / 2;
-        return s < PERIOD ? scales[i] : scales[i + 2];
-    }
-    DEVICE i32 scale(u32 s, int half) const { return signed_byte_of(scales_of(s), 2 * (s % 2) + half); }
+    DEVICE i32 scale(u32 s, int half) const { return signed_byte_of(scales[s / 2], 2 * (s % 2) + half); }
     DEVICE void beside(u32 s, u32 (&out)[2]) const {
-        out[0] = four_of_byte(scales_of(s), 2 * (s % 2));
-        out[1] = four_of_byte(scales_of(s), 2 * (s % 2) + 1);
+        out[0] = four_of_byte(scales[s / 2], 2 * (s % 2));
+        out[1] = four_of_byte(scales[s / 2], 2 * (s % 2) + 1);
     }
 };
 
@@ -169,7 +161,7 @@ template <>
 struct Block<Q2_K> : SharedRow {
     static constexpr bool HALVES = true, BY_16 = true, HAS_MINIMA = true, SIGNED = false;
     static constexpr bool IN_INTEGERS = true;
-    static constexpr int COLUMNS = 256, BYTES = 84, BIAS = 0, PERIOD = 4;
+    static constexpr int COLUMNS = 256, BYTES = 84, BIAS = 0;
     u32 both[4];  // a scale in each low nibble, a minimum in the high one
 
     DEVICE void prepare() {
@@ -178,13 +170,9 @@ struct Block<Q2_K> : SharedRow {
     }
     DEVICE float block_scale() const { return half_at(80); }
     DEVICE float block_min() const { return half_at(82); }
-    DEVICE u32 both_of(u32 s) const {
-        const u32 i = s % PERIOD / 2;
-        return s < PERIOD ? both[i] : both[i + 2];
-    }
-    DEVICE i32 scale(u32 s, int half) const { return byte_of(both_of(s) & NIBBLES, 2 * (s % 2) + half); }
+    DEVICE i32 scale(u32 s, int half) const { return byte_of(both[s / 2] & NIBBLES, 2 * (s % 2) + half); }
     DEVICE void beside(u32 s, u32 (&out)[2]) const {
-        const u32 minima = (both_of(s) >> 4) & NIBBLES;
+        const u32 minima = (both[s / 2] >> 4) & NIBBLES;
         out[0] = four_of_byte(minima, 2 * (s % 2));
         out[1] = four_of_byte(minima, 2 * (s % 2) + 1);
     }
@@ -243,7 +231,7 @@ template <>
 struct Block<IQ4_XS> : SharedRow {
     static constexpr bool HALVES = true, BY_16 = false, SIGNED = true, IN_INTEGERS = true;
     static constexpr bool HAS_MINIMA = false;
-    static constexpr int COLUMNS = 256, BYTES = 136, BIAS = 0, PERIOD = 2;
+    static constexpr int COLUMNS = 256, BYTES = 136, BIAS = 0;
     u32 head, low_scales;
 
     DEVICE void prepare() {

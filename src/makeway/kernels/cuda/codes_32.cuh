@@ -7,7 +7,7 @@ template <>
 struct Block<Q8_0> : SharedRow {
     static constexpr bool HALVES = false, BY_16 = false, SIGNED = true, IN_INTEGERS = false;
     static constexpr bool HAS_SHIFT = false;
-    static constexpr int COLUMNS = 32, BYTES = 34, PERIOD = 2;
+    static constexpr int COLUMNS = 32, BYTES = 34;
     DEVICE void codes(u32 s, u32 (&out)[2]) const {
         const u8* at = row + BYTES * s + 2 + 8 * t;
         out[0] = shared_word(at);
@@ -24,7 +24,7 @@ template <int SIZE, int QS, int QH = -1>
 struct NibbleBlock : SharedRow {
     static constexpr bool HALVES = true, BY_16 = false, SIGNED = false, IN_INTEGERS = false;
     static constexpr bool HAS_SHIFT = true;
-    static constexpr int COLUMNS = 32, BYTES = SIZE, PERIOD = 2;
+    static constexpr int COLUMNS = 32, BYTES = SIZE;
     DEVICE static u32 word(const u8* at) {
         return SIZE % 4 == 0 && QS % 4 == 0 ? *reinterpret_cast<const u32*>(at) : shared_word(at);
     }
@@ -90,7 +90,7 @@ template <>
 struct Block<IQ4_NL> : SharedRow {
     static constexpr bool HALVES = true, BY_16 = false, SIGNED = true, IN_INTEGERS = false;
     static constexpr bool HAS_SHIFT = false;
-    static constexpr int COLUMNS = 32, BYTES = 18, PERIOD = 2;
+    static constexpr int COLUMNS = 32, BYTES = 18;
     DEVICE void codes(u32 s, u32 (&out)[2]) const {
         iq4().of_nibbles(shared_word(row + BYTES * s + 2 + 4 * t), out);
     }
@@ -103,7 +103,7 @@ template <>
 struct Block<MXFP4> : SharedRow {
     static constexpr bool HALVES = true, BY_16 = false, SIGNED = true, IN_INTEGERS = false;
     static constexpr bool HAS_SHIFT = false;
-    static constexpr int COLUMNS = 32, BYTES = 17, PERIOD = 2;
+    static constexpr int COLUMNS = 32, BYTES = 17;
     DEVICE void codes(u32 s, u32 (&out)[2]) const {  // a word at any address, from the two that it lies in
         const u8* at = row + BYTES * s + 1 + 4 * t;
         const int over = static_cast<int>(reinterpret_cast<u64>(at) & 3);
@@ -121,7 +121,7 @@ struct Block<MXFP4> : SharedRow {
 template <int KIND>
 struct Floats {
     static constexpr bool HALVES = false, BY_EIGHT = false;
-    static constexpr int COLUMNS = 32, BYTES = KIND == F32 ? 128 : 64, TERMS = KIND == BF16 ? 1 : 2, PERIOD = 2;
+    static constexpr int COLUMNS = 32, BYTES = KIND == F32 ? 128 : 64, TERMS = KIND == BF16 ? 1 : 2;
     const u8* row;
 
     DEVICE void open(const u8* at, int t) { row = at + BYTES / 4 * t; }

@@ -22,18 +22,17 @@ DEVICE void put_chosen(const Activations<UK>& activations, const float* x, int s
 }
 
 // Tiles of 16 rows of an entry's gate and up products, every n_blocks_x()-th, and SwiGLU. Grid: blocks x entries; a warp for
-// each unit of the columns. Without LOOPS (the buffers for sums, 1 or 2) a block has one tile, else COPIES of them are on
-// their way at once. PASS: rows that are multiplied together, 1 or 2, of a step's n.
+// each unit of the columns. Without LOOPS (the buffers for sums, 1 or 2) a block has one tile. PASS: rows that are multiplied
+// together, 1 or 2, of a step's n.
 // It waits before it lets the next kernel start, so when that one starts, the plan has been made.
-template <int GATE, int UP, int UK, int LOOPS, int COPIES, int UNITS, int PASS, int BLOCKS>
+template <int GATE, int UP, int UK, int LOOPS, int UNITS, int PASS, int BLOCKS>
 KERNEL(UNITS * 32, BLOCKS)
 gate_up_kernel(const float* x, i32 x_stride, const u8* arena, const i32* experts, const i64* offsets,
                const i32* chosen_by, i32 gate_bytes, i32 up_bytes, i64 up_at, float* hidden, i32 n, i32 width) {
     constexpr int OF_WARP = Layout<UK>::bytes(PASS), SUMS = UNITS * 2 * RED;  // [warp][gate, up]
     const int lane = thread_x() % LANES, warp = thread_x() / LANES, n_tiles = width / ROWS, entry = block_y();
     float* red = reinterpret_cast<float*>(shared_bytes() + UNITS * OF_WARP);
-    constexpr int COPY = Unit<GATE, UK>::COPY + Unit<UP, UK>::COPY;
-    u8* copies = reinterpret_cast<u8*>(red + (LOOPS == 2 ? 2 : 1) * SUMS) + warp * COPIES * COPY;
+    u8* copy = reinterpret_cast<u8*>(red + (LOOPS == 2 ? 2 : 1) * SUMS) + warp * (Unit<GATE, UK>::COPY + Unit<UP, UK>::COPY);
 
     wait_for_previous();
     let_next_start();
@@ -41,47 +40,31 @@ gate_up_kernel(const float* x, i32 x_stride, const u8* arena, const i32* experts
     const u32 mask = PASS == 1 ? 1u : static_cast<u32>(chosen_by[entry]);
     if (experts[entry] < 0) return;
     const int n_chosen = PASS == 1 ? 1 : count_ones(mask);
-    const auto gate = [&](int copy) {
-        return Unit<GATE, UK>{expert + warp * (UK / Block<GATE>::COLUMNS * Block<GATE>::BYTES), static_cast<u32>(gate_bytes),
-                              width, copies + copy * COPY};
-    };
-    const auto up = [&](int copy) {
-        return Unit<UP, UK>{expert + up_at + warp * (UK / Block<UP>::COLUMNS * Block<UP>::BYTES), static_cast<u32>(up_bytes),
-                            width, copies + copy * COPY + Unit<GATE, UK>::COPY};
-    };
+    const Unit<GATE, UK> gate{expert + warp * (UK / Block<GATE>::COLUMNS * Block<GATE>::BYTES), static_cast<u32>(gate_bytes),
+                              width, copy};
+    const Unit<UP, UK> up{expert + up_at + warp * (UK / Block<UP>::COLUMNS * Block<UP>::BYTES), static_cast<u32>(up_bytes),
+                          width, copy + Unit<GATE, UK>::COPY};
 
     int turn = 0;
     for (int first = 0; first < n_chosen; first += PASS) {
         const int count = PASS == 1 ? 1 : min(n_chosen - first, PASS);
-#pragma unroll
-        for (int i = 0; i < COPIES; i++) {
-            const int tile = block_x() + i * n_blocks_x();
-            if (i == 0 || tile < n_tiles) {
-                gate(i).fetch(tile, lane);
-                up(i).fetch(tile, lane);
-            } else {  // the wait counts fetches
-                commit_async();
-                commit_async();
-            }
-        }
+        gate.fetch(block_x(), lane);
+        up.fetch(block_x(), lane);
         const Activations<UK> activations{shared_bytes() + warp * OF_WARP, count};
         put_chosen(activations, x + warp * UK, x_stride, mask, first, lane);
         Columns gate_view[1], up_view[1];
         lane_view<GATE, UK, 1>(gate_view, activations, lane / 4, lane % 4);
         lane_view<UP, UK, 1>(up_view, activations, lane / 4, lane % 4);
-        int copy = 0;
         for (int tile = block_x(); tile < n_tiles; tile = LOOPS ? tile + n_blocks_x() : n_tiles) {
-            const int later = tile + COPIES * n_blocks_x();
-            const bool has_next = LOOPS && tile + n_blocks_x() < n_tiles, has_later = LOOPS && later < n_tiles;
+            const int next = tile + n_blocks_x();
+            const bool has_next = LOOPS && next < n_tiles;
             float* all = red + turn * SUMS;
             float total[1][4] = {}, other[1][4] = {};
-            gate(copy).template multiply_into<2 * COPIES - 1>(total, gate_view, tile, lane);
-            if (has_later) gate(copy).fetch(later, lane);
+            gate.template multiply_into<1>(total, gate_view, tile, lane);
+            if (has_next) gate.fetch(next, lane);
             else commit_async();
-            up(copy).template multiply_into<2 * COPIES - 1>(other, up_view, tile, lane);
-            if (has_later) up(copy).fetch(later, lane);
-            else if (COPIES > 1) commit_async();
-            copy = copy + 1 == COPIES ? 0 : copy + 1;
+            up.template multiply_into<1>(other, up_view, tile, lane);
+            if (has_next) up.fetch(next, lane);
             put_sums<1>(all + warp * 2 * RED, total, lane / 4, lane % 4);
             put_sums<1>(all + warp * 2 * RED + RED, other, lane / 4, lane % 4);
             sync_block();

@@ -6,6 +6,7 @@ Hazard: the hidden values are overwritten by the next layer, on the same stream.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from makeway.kernels.cuda.linear import (
     copy_bytes,
     has_kernel,
     most_shared,
+    resident_blocks,
     unit_columns,
 )
 from makeway.kernels.cuda.programs import Programs
@@ -32,7 +34,8 @@ from makeway.kernels.triton.step_buffers import StepBuffers
 
 SOURCE = Path(__file__).parent / "experts.cu"
 MOST_PASS = 2  # rows of an entry that are multiplied together
-RESIDENT_WARPS = (30, 24)  # of a multiprocessor, that registers leave room for, with one and with two rows of a pass
+RESIDENT_WARPS = 24  # of a multiprocessor, with gate and up: 80 registers
+MOST_TURNS = 4  # tiles of a block, where all run at once
 DOWN_WARPS = (24, 10)  # of a block that has a multiprocessor for itself, and of one of two
 MOST_DOWN_WARPS = 20  # with two rows of a pass
 HALF_SHARED = (MAX_SHARED_HOPPER >> 1) - 1024  # for each of two blocks
@@ -44,9 +47,9 @@ DOWN = "p" + "ppppp" + "il" + "p" + "ii"
 @dataclass(frozen=True)
 class Launches:
     """How the two launches of a layer are cut: rows of a pass, passes. Gate and up: columns of a unit (a warp each),
-    units, bytes of shared memory, blocks of an entry; where a block has several tiles buffers of sums, and tiles that
-    are fetched at once; blocks that registers leave room for. Down: columns of a unit, units, warps of an entry,
-    entries at a time, units of a warp that are fetched at once, blocks that registers leave room for, bytes."""
+    units, bytes of shared memory, blocks of an entry, buffers of sums where a block has several tiles, blocks that
+    registers leave room for. Down: columns of a unit, units, warps of an entry, entries at a time, units of a warp that
+    are fetched at once, blocks that registers leave room for, bytes."""
 
     of_pass: int
     passes: int
@@ -56,7 +59,6 @@ class Launches:
     shared_bytes: int
     blocks: int
     buffers: int
-    copies: int
     resident: int
     down_unit: int
     down_units: int
@@ -90,11 +92,7 @@ def can_run(layout: ExpertLayout) -> bool:
 def launches(layout: ExpertLayout, *, n: int, top_k: int, max_shared: int = MAX_SHARED) -> Launches:
     """For n rows, on a card that lets a block have `max_shared` bytes; the order of sums is the same for all."""
     of_pass = min(n, MOST_PASS)
-    units = layout.hidden // unit_columns(layout.hidden)
-    tiles = layout.width // TILE
-    resident = max(1, RESIDENT_WARPS[of_pass - 1] // units)
-    turns = -(-tiles // max(1, PROCESSORS * resident // (n * top_k)))
-    blocks = -(-tiles // turns)  # all with as many tiles, or one less
+    tiles, units = layout.width // TILE, layout.hidden // unit_columns(layout.hidden)
     down_units = layout.width // down_columns(layout)
     in_two = -(-layout.hidden // TILE) > PROCESSORS  # blocks of a multiprocessor
     warps, room = DOWN_WARPS[in_two], min(max_shared, HALF_SHARED) if in_two else max_shared
@@ -102,24 +100,24 @@ def launches(layout: ExpertLayout, *, n: int, top_k: int, max_shared: int = MAX_
     down_copies = 1 if per_entry == down_units and per_entry * n * top_k <= warps else 2  # 1: all of a warp's
     if of_pass > 1:
         warps = min(warps, MOST_DOWN_WARPS)
+    of = partial(launches_as, layout, n=n, per_entry=per_entry, down_copies=down_copies)
 
-    def with_(buffers: int, at_once: int) -> Launches:
-        return launches_as(
-            layout,
-            n=n,
-            blocks=blocks,
-            buffers=buffers,
-            resident=resident,
-            per_entry=per_entry,
-            at_once=at_once,
-            down_copies=down_copies,
-            down_resident=max(1, 20 // (per_entry * at_once)),
-        )
-
-    has_room = resident * (with_(2, 1).shared_bytes + 1024) <= MAX_SHARED_HOPPER
-    entries = min(n * top_k, warps // per_entry, room // with_(1, 1).down_shared_bytes)
+    # All blocks at once, one for each multiprocessor, where that gives none more than a few tiles; else two tiles each,
+    # so that activations are made half as often, and blocks of few tiles are left to fill in: entries differ in rows.
+    share = -(-tiles // max(1, PROCESSORS // (n * top_k)))
+    turns = share if share <= MOST_TURNS else 2
+    blocks = -(-tiles // turns)
+    fit = partial(resident_blocks, units, most_warps=RESIDENT_WARPS, max_shared=max_shared)
+    one, two = (fit(of(blocks=blocks, at_once=1, buffers=buffers).shared_bytes) for buffers in (1, 2))
+    entries = min(n * top_k, warps // per_entry, room // of(blocks=blocks, at_once=1).down_shared_bytes)
     entries = max(1, entries, -(-n * TILE // (32 * per_entry)))  # a thread for each output
-    return with_(2 if has_room else 1, entries)
+    return of(
+        blocks=blocks,
+        at_once=entries,
+        buffers=2 if two == one else 1,  # where they cost no block
+        resident=max(1, one),
+        down_resident=max(1, 20 // (per_entry * entries)),
+    )
 
 
 def launches_as(
@@ -130,18 +128,17 @@ def launches_as(
     per_entry: int,
     at_once: int,
     buffers: int = 1,
-    copies: int = 1,
     resident: int = 1,
     down_copies: int = 1,
     down_resident: int = 1,
 ) -> Launches:
-    """With these choices, whether they fit or not; buffers and copies count where a block has several tiles."""
+    """With these choices, whether they fit or not; buffers count where a block has several tiles."""
     of_pass = min(n, MOST_PASS)
     passes = -(-n // of_pass)
     unit, down_unit = unit_columns(layout.hidden), down_columns(layout)
-    buffers, copies = (0, 1) if blocks == layout.width // TILE else (buffers, copies)
+    buffers = 0 if blocks == layout.width // TILE else buffers
     copy = copy_bytes(layout.gate, unit) + copy_bytes(layout.up, unit)
-    of_warp = activation_bytes(unit, of_pass) + (4 if buffers == 2 else 2) * SUMS + copies * copy
+    of_warp = activation_bytes(unit, of_pass) + (4 if buffers == 2 else 2) * SUMS + copy
     of_down_warp = (
         activation_bytes(down_unit, of_pass) + passes * SUMS + down_copies * copy_bytes(layout.down, down_unit)
     )
@@ -154,7 +151,6 @@ def launches_as(
         shared_bytes=layout.hidden // unit * of_warp,
         blocks=blocks,
         buffers=buffers,
-        copies=copies,
         resident=resident,
         down_unit=down_unit,
         down_units=layout.width // down_unit,
@@ -168,7 +164,7 @@ def launches_as(
 
 def kernel_names(layout: ExpertLayout, how: Launches) -> tuple[str, str]:
     """The two instantiations in experts.cu."""
-    gate_up = f"{int(layout.gate)}, {int(layout.up)}, {how.unit}, {how.buffers}, {how.copies}, {how.units}"
+    gate_up = f"{int(layout.gate)}, {int(layout.up)}, {how.unit}, {how.buffers}, {how.units}"
     down = f"{int(layout.down)}, {how.down_unit}, {how.down_units}, {how.per_entry}, {how.at_once}, {how.down_copies}"
     return (
         f"gate_up_kernel<{gate_up}, {how.of_pass}, {how.resident}>",

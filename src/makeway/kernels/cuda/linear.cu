@@ -1,18 +1,12 @@
 // Up to five matrices times the same one to eight activations; at the end, the mixer of hyper-connections.
 //
-// A block has one tile of 16 rows at a time, each of its warps a unit of the columns; or it has several tiles, and a warp one or
-// more groups of units, one unit after the other. Sums of units are added in groups, in order, then the groups, in order: a
-// row's bits depend neither on the number of activations nor on how many groups a block or a warp has. With more than one
-// block to a tile the last one to arrive adds the groups.
+// A block has one tile of 16 rows at a time; each of its warps multiplies one unit of the columns. Sums of units are added
+// in groups, in order, then the groups, in order: a row's bits depend neither on the number of activations nor on
+// how many groups a block has. With more than one block to a tile the last one to arrive adds the groups.
 
 #include "product.cuh"
 
 enum Prologue : int { PLAIN = 0, SILU = 1, SWIGLU = 2 };
-
-template <int KIND>
-struct OfKind {
-    static constexpr int VALUE = KIND;
-};
 
 struct Matrix {
     const u8* raw;
@@ -160,88 +154,11 @@ DEVICE void run_tiles(const Matrix& m, const S& split, const V& values, int tile
     }
 }
 
-// TILES of them at once, from TILES `block` on, every `step`-th of those. A warp has GROUPS groups of a tile, one unit after the
-// other, of which COPIES are on their way. All warps read the same activations, so they share their making.
-template <int KIND, int UK, int N, int COPIES, int TILES, class S, class V>
-DEVICE void run_rows(const Matrix& m, const V& values, int block, int step) {
-    using B = Block<KIND>;
-    constexpr int OF_UNIT = Layout<UK>::bytes(N), SETS = (PLANES * N + 7) / 8, SUMS = SETS * RED, OUTPUTS = N * ROWS;
-    constexpr int PARTS = S::BLOCKS, WARPS = TILES * PARTS, OF_TILE = PARTS * S::GROUPS;  // groups, the last may be empty
-    const int lane = thread_x() % LANES, warp = thread_x() / LANES, slot = warp / PARTS, part = warp % PARTS;
-    const int n_tiles = (m.n_rows + ROWS - 1) / ROWS;
-    const int first = part * S::GROUPS * S::OF_GROUP, units = min(S::GROUPS * S::OF_GROUP, S::UNITS - first);
-
-    float* reds = reinterpret_cast<float*>(shared_bytes() + S::UNITS * OF_UNIT);  // [tile][group]
-    u8* copies = reinterpret_cast<u8*>(reds + TILES * OF_TILE * SUMS) + warp * COPIES * Unit<KIND, UK>::COPY;
-    const auto weights = [&](int unit, int copy) {
-        return Unit<KIND, UK>{m.raw + (first + unit) * (UK / B::COLUMNS * B::BYTES), static_cast<u32>(m.row_bytes), m.n_rows,
-                              copies + copy * Unit<KIND, UK>::COPY};
-    };
-    int next_tile = block * TILES + slot, next_unit = 0;
-    const auto fetch_next = [&](int copy) {
-        if (next_tile < n_tiles) weights(next_unit, copy).fetch(next_tile, lane);
-        else commit_async();  // the wait counts fetches
-        if (++next_unit == units) {
-            next_unit = 0;
-            next_tile += step * TILES;
-        }
-    };
-#pragma unroll 1
-    for (int i = 0; i < COPIES; i++) fetch_next(i);  // weights do not depend on the kernels before
-    wait_for_previous();
-    let_next_start();
-#pragma unroll 1
-    for (int unit = warp; unit < S::UNITS; unit += WARPS) {
-        const Activations<UK> made{shared_bytes() + unit * OF_UNIT, N};
-        made.template put<(N > 2)>(lane, [&](int i) { return values.row(i, unit * UK); });
-    }
-    sync_block();
-
-    const auto sync = [] {
-        if (PARTS == 1) sync_warp();
-        else sync_block();
-    };
-    int copy = 0;
-#pragma unroll 1
-    for (int begin = block * TILES; begin < n_tiles; begin += step * TILES) {
-        const int tile = begin + slot;
-        if (PARTS == 1 && tile >= n_tiles) return;
-#pragma unroll 1
-        for (int group = 0; group < S::GROUPS; group++) {
-            const int end = tile < n_tiles ? min((group + 1) * S::OF_GROUP, units) : 0;
-            float total[SETS][4] = {};
-#pragma unroll 1
-            for (int unit = group * S::OF_GROUP; unit < end; unit++) {
-                Columns x[SETS];
-                lane_view<KIND, UK, SETS>(x, Activations<UK>{shared_bytes() + (first + unit) * OF_UNIT, N}, lane / 4, lane % 4);
-                weights(unit, copy).template multiply_into<COPIES - 1>(total, x, tile, lane);
-                fetch_next(copy);
-                copy = copy + 1 == COPIES ? 0 : copy + 1;
-            }
-            put_sums<SETS>(reds + ((slot * PARTS + part) * S::GROUPS + group) * SUMS, total, lane / 4, lane % 4);
-        }
-        sync();
-        for (int i = PARTS == 1 ? lane : thread_x(); i < (PARTS == 1 ? 1 : TILES) * OUTPUTS; i += (PARTS == 1 ? 1 : WARPS) * LANES) {
-            const int of = PARTS == 1 ? slot : i / OUTPUTS, activation = i % OUTPUTS / ROWS, row = (begin + of) * ROWS + i % ROWS;
-            const float* red = reds + of * OF_TILE * SUMS;
-            float all = sum_at(red, activation, i % ROWS);
-#pragma unroll
-            for (int j = 1; j < S::N_GROUPS; j++) all += sum_at(red + j * SUMS, activation, i % ROWS);
-            if (row < m.n_rows) m.out[activation * m.n_rows + row] = all;
-        }
-        sync();
-    }
-}
-
-template <u64 KINDS, int UK, int N, int LOOPS, int COPIES, int TILES, class S, class V>
+template <u64 KINDS, int UK, int N, int LOOPS, int COPIES, class S, class V>
 DEVICE void run_kind(const Matrix& m, const S& split, const V& values, int tile, int step) {
-    const auto run = [&](auto kind) {
-        if constexpr (TILES > 0) run_rows<kind.VALUE, UK, N, COPIES, TILES, S>(m, values, tile, step);
-        else run_tiles<kind.VALUE, UK, N, LOOPS, COPIES>(m, split, values, tile, step);
-    };
 #define MAKEWAY_RUN(KIND)           \
     if constexpr ((KINDS >> KIND) & 1) \
-        if ((KINDS & (KINDS - 1)) == 0 || m.kind == KIND) run(OfKind<KIND>{})
+        if ((KINDS & (KINDS - 1)) == 0 || m.kind == KIND) run_tiles<KIND, UK, N, LOOPS, COPIES>(m, split, values, tile, step)
     MAKEWAY_RUN(F32);
     MAKEWAY_RUN(F16);
     MAKEWAY_RUN(BF16);
@@ -264,10 +181,10 @@ DEVICE void run_kind(const Matrix& m, const S& split, const V& values, int tile,
 // KINDS: a bit for each type among the MATRICES. N: activations. UNITS, OF_GROUP, GROUPS: see Split. BLOCKS: the fewest that
 // registers leave room for. Grid: blocks of all matrices, the i-th's up to end_i, of one tile each or, with LOOPS (the buffers
 // for sums, 1 or 2), of several, of which COPIES are fetched at once; x blocks that share a tile's columns. A warp for each
-// unit of a block; or, with TILES at once, a warp for GROUPS groups of each of them.
-template <u64 KINDS, int MATRICES, int UK, int PROLOGUE, int N, int LOOPS, int COPIES, int TILES, int UNITS, int OF_GROUP,
-          int GROUPS, int BLOCKS>
-KERNEL((TILES > 0 ? TILES * Split<UNITS, OF_GROUP, GROUPS>::BLOCKS : OF_GROUP * GROUPS) * 32, BLOCKS)
+// unit of a block.
+template <u64 KINDS, int MATRICES, int UK, int PROLOGUE, int N, int LOOPS, int COPIES, int UNITS, int OF_GROUP, int GROUPS,
+          int BLOCKS>
+KERNEL(OF_GROUP * GROUPS * 32, BLOCKS)
 linears_kernel(const float* x, const float* up, const float* gate, i32 x_stride, i32 up_stride, float scale,
                const u8* raw0, const u8* raw1, const u8* raw2, const u8* raw3, const u8* raw4, float* out0, float* out1,
                float* out2, float* out3, float* out4, i32 rows0, i32 rows1, i32 rows2, i32 rows3, i32 rows4, i32 kind0,
@@ -302,7 +219,7 @@ linears_kernel(const float* x, const float* up, const float* gate, i32 x_stride,
         place += (rows3 + ROWS - 1) / ROWS;
     }
     const Split<UNITS, OF_GROUP, GROUPS> split{parts, counters, place};
-    run_kind<KINDS, UK, N, LOOPS, COPIES, TILES>(m, split, values, block - begin, end - begin);
+    run_kind<KINDS, UK, N, LOOPS, COPIES>(m, split, values, block - begin, end - begin);
 }
 
 // The end of a mixer of hyper-connections: x = mean over streams of sigmoid(up silu(low / STREAMS)) * normed, and the factors

@@ -7,6 +7,7 @@ Hazard: the scratch serves one launch at a time, so all launches of one instance
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -29,12 +30,14 @@ MAX_ROWS = 8
 MAX_SHARED = 99 << 10  # bytes of a block on sm_86
 MAX_SHARED_HOPPER = 227 << 10  # on sm_90
 TOGETHER = 5  # matrices of a launch: queries, keys, values and an indexer's two
+RESERVED = 1 << 10  # bytes of each block's, besides
 WARPS = 16  # of a block
+RESIDENT_WARPS = (30, 24)  # of a multiprocessor, for a light kernel (64 registers) and for others (80)
+WAVES = 4  # of blocks with one tile each, above which they have several
 PROCESSORS = 132  # of an H200
 SUMS = 8 * 20 * 4  # bytes of a warp's sums of one set
 TILE = 16  # rows of the matrix
 PLAIN, SILU, SWIGLU = 0, 1, 2
-INSTRUCTIONS_A_CYCLE = 2.5  # of a multiprocessor; most are integers, which run at half rate
 PARAMETERS = "ppp" + "ii" + "f" + TOGETHER * "pp" + TOGETHER * "iii" + (TOGETHER - 1) * "i" + "pp"
 MIX_PARAMETERS = "ppppppiiii"
 
@@ -70,9 +73,10 @@ def n_sets(n: int) -> int:
     return -(-3 * n // 8)
 
 
-def blocks_of(warps: int, *, sets: int) -> int:
-    """Blocks of a multiprocessor that a kernel's registers leave room for: 32 warps, 16 with several sets."""
-    return max(1, (32 if sets == 1 else 16) // warps)
+def resident_blocks(warps: int, shared_bytes: int, *, most_warps: int, max_shared: int) -> int:
+    """Blocks of a multiprocessor: of so many warps and bytes each, where registers leave room for `most_warps`; none
+    where a block may not have as many bytes."""
+    return min(max(1, most_warps // warps), (max_shared + RESERVED) // (shared_bytes + RESERVED))
 
 
 def has_kernel(kind: GGMLType, n_cols: int) -> bool:
@@ -84,9 +88,9 @@ def has_kernel(kind: GGMLType, n_cols: int) -> bool:
 @dataclass(frozen=True)
 class Cut:
     """How a launch is cut: columns into units (a warp each), units into groups, `groups` of those in a block; tiles of
-    16 rows among blocks, so many for each matrix, each of which has up to `turns` of them; with several, sums have one
-    or two `buffers`, and `copies` units of a warp are fetched at once. With tiles `at_once`, a warp has `groups` of one
-    of them, one unit after the other. Registers leave room for `resident` blocks."""
+    16 rows among blocks, so many for each matrix, each of which has up to `turns` of them, one after the other; with
+    several, sums have one or two `buffers`, and `copies` tiles are fetched at once. Registers leave room for `resident`
+    blocks."""
 
     unit: int
     n_units: int
@@ -96,7 +100,6 @@ class Cut:
     turns: int
     buffers: int
     copies: int
-    at_once: int
     resident: int
     shared_bytes: int
 
@@ -107,7 +110,7 @@ class Cut:
 
     @property
     def warps(self) -> int:
-        return self.at_once * -(-self.n_groups // self.groups) if self.at_once else self.groups * self.group_units
+        return self.groups * self.group_units
 
     @property
     def n_groups(self) -> int:
@@ -116,25 +119,33 @@ class Cut:
     @property
     def splits(self) -> int:
         """Blocks that share a tile."""
-        return 1 if self.at_once else -(-self.n_groups // self.groups)
+        return -(-self.n_groups // self.groups)
 
 
 def cut(kinds: Sequence[GGMLType], n_cols: int, *, rows: Sequence[int], n: int, max_shared: int = MAX_SHARED) -> Cut:
     """For matrices of these types and numbers of rows, on a card that lets a block have `max_shared` bytes. Which sums
     are added in which order depends on the types and on n_cols alone: see `groups_of`."""
     _, group_units, n_groups = groups_of(kinds, n_cols)
+    of = partial(cut_as, kinds, n_cols, rows=rows, n=n)
     tiles = sum(-(-r // TILE) for r in rows)
-    one = cut_as(kinds, n_cols, rows=rows, n=n)
-    groups = max(1, min(WARPS, max_shared * group_units // one.shared_bytes) // group_units)
-    if groups < n_groups:  # several blocks to a tile: then no fewer than there are multiprocessors
-        groups = max(1, min(groups, round(tiles * n_groups / PROCESSORS)))
-    groups = min(groups, n_groups)
-    warps = groups * group_units
-    turns = _turns(tiles, n=n, warps=warps, splits=-(-n_groups // groups))
-    found = [cut_as(kinds, n_cols, rows=rows, n=n, groups=groups, turns=turns, buffers=buffers) for buffers in (1, 2)]
-    how = found[found[1].shared_bytes <= max_shared]
-    is_small = 2 * how.blocks * how.splits <= PROCESSORS  # room for more registers, that is loads of floats
-    return replace(how, resident=1 if is_small else blocks_of(warps, sets=n_sets(n)))
+    # Even shares: all of a tile's groups, where that is not too many warps for a block nor too few blocks, or one.
+    in_one = of(groups=n_groups)
+    fits_one = in_one.warps <= WARPS and in_one.shared_bytes <= max_shared
+    groups = n_groups if fits_one and tiles * n_groups > PROCESSORS else 1
+    warps, n_blocks = groups * group_units, tiles * -(-n_groups // groups)
+
+    is_mixed = _is_mixed(kinds)
+    is_light = n_sets(n) == 1 and not is_mixed
+    fit = partial(resident_blocks, warps, most_warps=RESIDENT_WARPS[not is_light], max_shared=max_shared)
+    of = partial(of, groups=groups, buffers=2 if fit(of(groups=groups, turns=2, buffers=2).shared_bytes) else 1)
+    resident = fit(of(turns=2).shared_bytes)
+    # Light blocks come in waves, which hide each other's starts and ends; others do more before their first tile.
+    turns = max(1, n_blocks // (WAVES * PROCESSORS * resident)) if is_light else _turns(n_blocks, resident=resident)
+    one, two = of(turns=turns), of(turns=turns, copies=2)
+    there = min(resident, -(-one.blocks * one.splits // PROCESSORS))
+    # The second of two tiles would only delay the first.
+    how = two if turns > 2 and fit(two.shared_bytes) >= there else one
+    return replace(how, resident=there if is_mixed else resident)  # floats are on their way in registers
 
 
 def groups_of(kinds: Sequence[GGMLType], n_cols: int) -> tuple[int, int, int]:
@@ -157,30 +168,26 @@ def cut_as(
     turns: int = 1,
     buffers: int = 1,
     copies: int = 1,
-    at_once: int = 0,
     resident: int = 1,
 ) -> Cut:
     """The cut with these choices, whether it fits or not; buffers and copies count where a block has several turns."""
-    unit, group_units, n_groups = groups_of(kinds, n_cols)
-    if at_once:
-        buffers = 0
-    elif turns == 1:
+    unit, group_units, _ = groups_of(kinds, n_cols)
+    if turns == 1:
         buffers, copies = 0, 1
     # A tile of floats takes several times as long as one of codes: beside codes each has a block of its own.
-    is_mixed = {kind in FLOAT_KINDS for kind in kinds} == {True, False}
+    is_mixed = _is_mixed(kinds)
     by_kind = [1 if is_mixed and kind in FLOAT_KINDS else turns for kind in kinds]
-    of_matrix = tuple(-(-r // (TILE * t * max(1, at_once))) for r, t in zip(rows, by_kind, strict=True))
-    copy = copies * max(copy_bytes(kind, unit) for kind in kinds)
-    if at_once:
-        parts = -(-n_groups // groups)
-        of_tile = parts * (groups * n_sets(n) * SUMS + copy)
-        shared_bytes = n_cols // unit * activation_bytes(unit, n) + at_once * of_tile
-    else:
-        more = n_sets(n) * SUMS if buffers == 2 else 0
-        shared_bytes = groups * group_units * (_warp_bytes(unit, n, copy=copy) + more)
-    return Cut(
-        unit, n_cols // unit, group_units, groups, of_matrix, turns, buffers, copies, at_once, resident, shared_bytes
-    )
+    of_matrix = tuple(-(-r // (TILE * t)) for r, t in zip(rows, by_kind, strict=True))
+    of_warp = _warp_bytes(unit, n, copy=copies * max(copy_bytes(kind, unit) for kind in kinds))
+    if buffers == 2:
+        of_warp += n_sets(n) * SUMS
+    shared_bytes = groups * group_units * of_warp
+    return Cut(unit, n_cols // unit, group_units, groups, of_matrix, turns, buffers, copies, resident, shared_bytes)
+
+
+def _is_mixed(kinds: Sequence[GGMLType]) -> bool:
+    """Floats beside codes."""
+    return {kind in FLOAT_KINDS for kind in kinds} == {True, False}
 
 
 def _group_units(n_units: int, most: int) -> int:
@@ -189,22 +196,12 @@ def _group_units(n_units: int, most: int) -> int:
     return max(whole) if whole else -(-n_units // -(-n_units // most))
 
 
-def _turns(tiles: int, *, n: int, warps: int, splits: int) -> int:
-    """Tiles of a block, one after the other, so that activations are made once for them: the fewest with which all
-    blocks run at once, or more where that takes a tenth less time, by a warp's instructions for set-up, for each
-    activation and each tile, and by how long a tile's weights take to come."""
-    before, of_tile = 100 + 90 * n, 230 + 100 * (n_sets(n) - 1)
-
-    def cycles(turns: int) -> float:
-        blocks = -(-(-(-tiles // turns) * splits) // PROCESSORS)  # of a multiprocessor
-        of_warp = before + turns * of_tile
-        return max(blocks * warps * of_warp / INSTRUCTIONS_A_CYCLE, 2 * of_warp + 1500 * turns)
-
-    resident = PROCESSORS * blocks_of(warps, sets=n_sets(n))
-    fewest = max(1, round(tiles * splits / resident))
-    choices = range(fewest, max(fewest, -(-tiles * splits // PROCESSORS)) + 1)
-    enough = 1.1 * min(cycles(turns) for turns in choices)
-    return next(turns for turns in choices if cycles(turns) <= enough)
+def _turns(n_blocks: int, *, resident: int) -> int:
+    """Tiles of a block, such that all blocks run at once: so many on a multiprocessor, or fewer where some would have
+    a quarter more tiles than they need to have."""
+    tiles = -(-n_blocks // PROCESSORS)
+    shares = [(-(-tiles // blocks), blocks) for blocks in range(resident, 0, -1)]
+    return next(turns for turns, blocks in shares if turns * blocks <= 1.25 * tiles)
 
 
 def _warp_bytes(unit: int, n: int, *, copy: int) -> int:
@@ -215,7 +212,7 @@ def _warp_bytes(unit: int, n: int, *, copy: int) -> int:
 def kernel_name(kinds: Sequence[GGMLType], how: Cut, *, prologue: int, n: int) -> str:
     """The instantiation in linear.cu."""
     mask = sum(1 << int(kind) for kind in set(kinds))
-    what = f"{mask}ull, {len(kinds)}, {how.unit}, {prologue}, {n}, {how.buffers}, {how.copies}, {how.at_once}"
+    what = f"{mask}ull, {len(kinds)}, {how.unit}, {prologue}, {n}, {how.buffers}, {how.copies}"
     return f"linears_kernel<{what}, {how.n_units}, {how.group_units}, {how.groups}, {how.resident}>"
 
 

@@ -247,8 +247,8 @@ DEVICE void add_floats(float (&total)[SETS][4], const Block<KIND>& low, const Bl
     }
 }
 
-// step(s) for each 32 columns.
-template <int KIND, int UK, class Step>
+// step(s) for each 32 columns: straight lines, for a loop took longer although its code is shorter.
+template <int UK, class Step>
 DEVICE void each_step(Step step) {
 #pragma unroll
     for (u32 s = 0; s < UK / 32; s++) step(s);
@@ -262,12 +262,12 @@ DEVICE void multiply(float (&total)[SETS][4], Block<KIND>& low, Block<KIND>& hig
     high.prepare();
     float unit[SETS][4] = {};
     if constexpr (is_float(KIND)) {
-        each_step<KIND, UK>([&](u32 s) { add_floats<KIND>(unit, low, high, x, s); });
+        each_step<UK>([&](u32 s) { add_floats<KIND>(unit, low, high, x, s); });
     } else if constexpr (!B::IN_INTEGERS) {
-        each_step<KIND, UK>([&](u32 s) { add_blocks<KIND>(unit, low, high, x, s); });
+        each_step<UK>([&](u32 s) { add_blocks<KIND>(unit, low, high, x, s); });
     } else {
         i32 integers[SETS][4] = {}, beside[SETS][4] = {};
-        each_step<KIND, UK>([&](u32 s) { add_integers<KIND>(integers, beside, low, high, x, s); });
+        each_step<UK>([&](u32 s) { add_integers<KIND>(integers, beside, low, high, x, s); });
         const float d = low.block_scale(), e = high.block_scale();
 #pragma unroll
         for (int set = 0; set < SETS; set++) {
@@ -399,7 +399,7 @@ DEVICE float sum_at(const float* red, int activation, int row) {
     const float* of = red + PLANES * activation * RED_COLUMN + row;
     return (of[2 * RED_COLUMN] + of[RED_COLUMN]) + of[0];
 }
-// Those of COUNT parts, STRIDE floats apart: each column's in order, as one warp adds the units that it multiplies in order.
+// Those of COUNT parts, STRIDE floats apart: each column's in order.
 template <int COUNT, int STRIDE>
 DEVICE float sum_of_parts(const float* red, int activation, int row) {
     const float* of = red + PLANES * activation * RED_COLUMN + row;
