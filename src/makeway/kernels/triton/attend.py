@@ -188,9 +188,7 @@ def row_kernel(
     n_tiles, n_together = tiles_of(n_keys, KEYS, MOST_SPLITS)
     first = split * n_together
     blocks = block_tables + tl.maximum(segment, 0).to(tl.int64) * table_stride
-    block = 0
-    if RATIO == 0:  # a tile lies in one block
-        block = tl.load(blocks + tl.minimum(first, n_tiles - 1) * KEYS // BLOCK_TOKENS)
+    block = tl.load(blocks + tl.minimum(first, n_tiles - 1) * KEYS // BLOCK_TOKENS)  # where a tile of all keys lies
     begin(PDL)
     if (segment < 0) | (first >= n_tiles):
         return
