@@ -34,7 +34,7 @@ from makeway.kernels.triton.step_buffers import StepBuffers
 
 SOURCE = Path(__file__).parent / "experts.cu"
 MOST_PASS = 2  # rows of an entry that are multiplied together
-RESIDENT_WARPS = 24  # of a multiprocessor, with gate and up: 80 registers
+RESIDENT_WARPS = (30, 24)  # of a multiprocessor, with gate and up of one row (64 registers) and of two (80)
 MOST_TURNS = 4  # tiles of a block, where all run at once
 DOWN_WARPS = (24, 10)  # of a block that has a multiprocessor for itself, and of one of two
 MOST_DOWN_WARPS = 20  # with two rows of a pass
@@ -102,12 +102,13 @@ def launches(layout: ExpertLayout, *, n: int, top_k: int, max_shared: int = MAX_
         warps = min(warps, MOST_DOWN_WARPS)
     of = partial(launches_as, layout, n=n, per_entry=per_entry, down_copies=down_copies)
 
-    # All blocks at once, one for each multiprocessor, where that gives none more than a few tiles; else two tiles each,
-    # so that activations are made half as often, and blocks of few tiles are left to fill in: entries differ in rows.
+    # One row: a tile each, for a step waits for the last block, and activations are made quickly. Several: all blocks at
+    # once, one for each multiprocessor, where that gives none more than a few tiles; else two tiles each, so that
+    # activations are made half as often, and blocks of few tiles are left to fill in: entries differ in rows.
     share = -(-tiles // max(1, PROCESSORS // (n * top_k)))
-    turns = share if share <= MOST_TURNS else 2
+    turns = 1 if n == 1 else share if share <= MOST_TURNS else 2
     blocks = -(-tiles // turns)
-    fit = partial(resident_blocks, units, most_warps=RESIDENT_WARPS, max_shared=max_shared)
+    fit = partial(resident_blocks, units, most_warps=RESIDENT_WARPS[of_pass > 1], max_shared=max_shared)
     one, two = (fit(of(blocks=blocks, at_once=1, buffers=buffers).shared_bytes) for buffers in (1, 2))
     entries = min(n * top_k, warps // per_entry, room // of(blocks=blocks, at_once=1).down_shared_bytes)
     entries = max(1, entries, -(-n * TILE // (32 * per_entry)))  # a thread for each output
