@@ -102,9 +102,9 @@ def launches(layout: ExpertLayout, *, n: int, top_k: int, max_shared: int = MAX_
         warps = min(warps, MOST_DOWN_WARPS)
     of = partial(launches_as, layout, n=n, per_entry=per_entry, down_copies=down_copies)
 
-    # One row: a tile each, for a step waits for the last block, and activations are made quickly. Several: all blocks at
-    # once, one for each multiprocessor, where that gives none more than a few tiles; else two tiles each, so that
-    # activations are made half as often, and blocks of few tiles are left to fill in: entries differ in rows.
+    # One row: a tile each, for nothing can be fetched before the plan is there, so all is to be on its way at once then.
+    # Several: all blocks at once, one for each multiprocessor, where that gives none more than a few tiles; else two
+    # tiles each: activations are made half as often, and blocks of few tiles fill in, for entries differ in rows.
     share = -(-tiles // max(1, PROCESSORS // (n * top_k)))
     turns = 1 if n == 1 else share if share <= MOST_TURNS else 2
     blocks = -(-tiles // turns)
