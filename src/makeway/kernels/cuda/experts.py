@@ -102,7 +102,7 @@ def launches(layout: ExpertLayout, *, n: int, top_k: int, max_shared: int = MAX_
         warps = min(warps, MOST_DOWN_WARPS)
     of = partial(launches_as, layout, n=n, per_entry=per_entry, down_copies=down_copies)
 
-    # One row: a tile each, for nothing can be fetched before the plan is there, so all is to be on its way at once then.
+    # One row: a tile each, for nothing can be fetched before the plan is there, so all is on its way at once then.
     # Several: all blocks at once, one for each multiprocessor, where that gives none more than a few tiles; else two
     # tiles each: activations are made half as often, and blocks of few tiles fill in, for entries differ in rows.
     share = -(-tiles // max(1, PROCESSORS // (n * top_k)))
