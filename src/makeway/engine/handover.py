@@ -23,8 +23,8 @@ from makeway.experts.streamed import StreamedExperts
 from makeway.memory.arena import Arena, View
 from makeway.memory.plan import Lending, MemoryPlan, PrefillLayout
 
-BATCH_BYTES = 256 << 20
-"""Bytes of experts that are published together: about 5 ms of a fast link, 20 ms of a slow one."""
+BATCH_BYTES = 128 << 20
+"""Bytes of experts that are published together, for which the first token waits: 2.5 to 10 ms of a link."""
 AHEAD_S = 0.03
 """Seconds for which the link has work while experts come back: copies are asked for between two decode steps, and a
 step takes about so long. Not more, for the next prompt waits for what was asked for, and misses share the link."""
@@ -138,14 +138,14 @@ class Swing:
         self.phases.to(Phase.RESTORING)
         began = time.perf_counter()
         self._sweep_s = began - self._sweep_began_s
+        self.cache.policy.observe_prompt(prompt_counts)
+        wishes = self.cache.policy.restore_order(prompt_counts)  # while the device ends the sweep
         self.device.synchronize()
         self._copied_bytes = self.device.link_bytes - self._bytes_before
         slots, transient, _ = self._arena.layout(self.plan.decode.regions)
         self.cache.attach(slots)
         self.cache.table.take_back()
         self.lending, self.layout, self.buffers, self.workspace, self._ring = None, None, (), None, None
-        self.cache.policy.observe_prompt(prompt_counts)
-        wishes = self.cache.policy.restore_order(prompt_counts)
         self._refill = Refill(
             self.cache,
             wishes,
