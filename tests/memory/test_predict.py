@@ -72,7 +72,7 @@ def test_decode_by_its_parts(flash):
     compute_s = max(step.hbm_s, step.flops_s) + step.overhead_s
     assert step.step_s == pytest.approx(step.link_s + compute_s)
     guessing = plan_memory(flash.facts, replace(flash.request, guesses=4), rates=flash.rates)
-    hidden_s = min(step.link_s, compute_s) / 2
+    hidden_s = 0.4 * min(step.link_s, compute_s)
     assert guessing.predict_decode(0.85, 1).step_s == pytest.approx(step.step_s - hidden_s)
     assert flash.predict_decode(1.0, 1).link_bytes == 0
     steps = [flash.predict_decode(hits, 4).step_s for hits in (0.0, 0.5, 0.9, 1.0)]

@@ -28,8 +28,8 @@ class Rates:
     flops_per_s: int
     host_read_bytes_per_s: int
     layer_overhead_s: float = 0.0005
-    step_overhead_s: float = 0.0005
-    step_layer_overhead_s: float = 0.000075
+    step_overhead_s: float = 0.0004
+    step_layer_overhead_s: float = 0.000065
 
     def __post_init__(self) -> None:
         """Refuse rates that would divide by zero. Raises UserError."""
@@ -40,7 +40,7 @@ class Rates:
 
 RATES: dict[str, Rates] = {
     # measured: pinned copies 55 GB/s, fetch kernel 50; a sweep reaches 250 to 350 of 790 TFLOP/s; 4.2 TB/s of 4.8; a
-    # layer of a step takes 50 us (30B) to 100 us (Flash-Next) beside its bytes
+    # layer of a step takes 42 us (30B) to 86 us (Flash-Next) beside its bytes
     "h200": Rates(55 * 10**9, 50 * 10**9, 4_170 * 10**9, 300 * 10**12, 100 * 10**9),
     # PCIe 4 x16 about 25 GB/s; 936 GB/s data sheet at 75 %; 71 TFLOP/s bf16 dense at 60 %
     "rtx3090": Rates(25 * 10**9, 20 * 10**9, 700 * 10**9, 42 * 10**12, 50 * 10**9),
