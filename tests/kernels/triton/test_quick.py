@@ -1,5 +1,6 @@
 """A quick launch passes what Triton would, to the binary that Triton would take."""
 
+import runpy
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from makeway.kernels.triton import quick as module
 from makeway.kernels.triton.ahead import compiling_ahead
 from makeway.kernels.triton.quick import Quick, kind_of, quick
+from tests.conftest import ROOT
 
 
 def kernel(x, n, scale, out, BLOCK: tl.constexpr, FAST: tl.constexpr):
@@ -82,6 +84,17 @@ def test_nothing_runs_while_kernels_are_compiled_ahead_not_even_what_is_known(la
     assert len(launches.asked) == 1
     assert not launches.ran
     assert [constants["FAST"] for _, _, constants in launches.compiled] == [False, True]
+
+
+@pytest.mark.parametrize("name", ["fetch", "guess", "step_plan"])
+def test_nothing_that_copies_experts_runs_while_kernels_are_compiled_ahead(name, monkeypatch):
+    """Where the kernel that finds the list or the plan is not compiled yet, an earlier step's would be copied again: a
+    layer's experts into slots of another, which may be published since."""
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    names = runpy.run_path(str(ROOT / "src" / "makeway" / "kernels" / "triton" / f"{name}.py"))
+    kernels = {name: kernel for name, kernel in names.items() if name.endswith("_kernel")}
+    assert kernels
+    assert {name for name, kernel in kernels.items() if not isinstance(kernel, Quick)} == set()
 
 
 def test_what_varies_is_not_taken_for_a_constant(launches):

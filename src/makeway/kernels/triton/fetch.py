@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from makeway.kernels.triton.launch import begin, overlap
+from makeway.kernels.triton.quick import quick
 
 FETCH_PROGRAMS = 8  # per expert: as fast as 16 or 64, and guesses are copied beside other kernels
 FETCH_WORDS = 4096  # of 32 bits, in one turn of a program of 256 threads: four loads of 16 bytes each
@@ -62,6 +63,7 @@ def await_share(arrived, store, arena, expert, at, stride, n_words, WORDS: tl.co
         copy_share(store, arena, expert, at, stride, n_words, WORDS)
 
 
+@quick
 @triton.jit
 def fetch_kernel(
     store,
@@ -104,6 +106,7 @@ def copy_guesses(store, arena, experts, offsets, arrived, stride, n_words, GUESS
             tl.atomic_xchg(arrived + g * tl.num_programs(0) + tl.program_id(0), 1, sem="release")
 
 
+@quick
 @triton.jit
 def fetch_guesses_kernel(
     arena,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from makeway.kernels.triton.fetch import FETCH_PROGRAMS
 from makeway.kernels.triton.launch import begin, overlap
+from makeway.kernels.triton.quick import quick
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Guesses:
         )
 
 
+@quick
 @triton.jit(do_not_specialize=["n_ids", "n_spares"])
 def guess_kernel(
     ids,

@@ -27,6 +27,7 @@ from makeway.kernels.triton.fetch import (
 from makeway.kernels.triton.guess import Guesses
 from makeway.kernels.triton.launch import begin, overlap
 from makeway.kernels.triton.linear import MAX_ROWS
+from makeway.kernels.triton.quick import quick
 from makeway.kernels.triton.step_buffers import Report, Rooms, StepBuffers
 
 ALONE_IDS = 32  # of which each program finds the plan for itself
@@ -156,6 +157,7 @@ def write_plan(
             tl.store(fetched + taken, tl.load(guesses + g), mask=taken >= 0)
 
 
+@quick
 @triton.jit(do_not_specialize=["n_ids", "n_spares"])
 def plan_kernel(
     ids,
