@@ -42,8 +42,8 @@ class EngineConfig:
     context: tokens a sequence may hold, prompt and answer together, and all sequences together (None: the model's own,
     at most 8192). parallel: sequences at once. kv_type: "f16" or "f32".
     slots: expert slots a layer. policy: who stays in them; profile: the routing trace that policy "static" needs.
-    uploads_per_layer: misses kept a layer and step. guesses: whether a GPU fetches the next
-    layer's misses ahead.
+    uploads_per_layer: misses kept a layer and step. guesses: whether a GPU fetches misses of
+    the next two layers ahead.
     chunk: prompt tokens that go through a layer together. sweep_tokens: prompt tokens of one pass over the layers.
     handover: "auto", "never" or "always" (lends every slot to every prompt).
     drafter: "mtp" (the model's own block), "lookup" (text that has occurred), "mtp+lookup" or "none"; "auto" takes the

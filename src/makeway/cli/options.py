@@ -37,7 +37,7 @@ PolicyOption = Annotated[str, _engine("--policy", f"Which experts stay in slots:
 ProfileOption = Annotated[Path | None, _engine("--profile", "Routing trace that policy static ranks by.")]
 UploadsOption = Annotated[int, _engine("--uploads-per-layer", "Misses kept a layer and step.")]
 GuessesOption = Annotated[
-    bool, _engine("--guesses/--no-guesses", "Fetch misses of the next layer ahead, as its router guesses them (GPU).")
+    bool, _engine("--guesses/--no-guesses", "Fetch misses of the next layers ahead, as their routers guess them (GPU).")
 ]
 ChunkOption = Annotated[int | None, _engine("--chunk", "Prompt tokens that go through a layer together. [auto]")]
 SweepTokensOption = Annotated[

@@ -1,7 +1,7 @@
 """What passes between the host and a captured step: the slot table as the step sees it, and the step's report.
 
-Owns the device's copy of the slot table and pinned copies on the host. Never waits: whoever replays a step sends the
-tables before it, and asks for the report behind it.
+Owns the device's copy of the slot table and pinned copies on the host. Never waits for a step: whoever
+replays one sends the tables before it, or ahead, and asks for the report behind it.
 Hazard: the tables have constant addresses and a captured step reads them when it is replayed, not when it was captured.
 """
 
@@ -20,6 +20,7 @@ from makeway.experts.follower import Follower
 from makeway.experts.guess import Limits
 from makeway.experts.slots import NONE
 from makeway.memory.facts import align_up
+from makeway.memory.sizes import GUESS_ROUNDS
 from makeway.memory.workspace import Room
 
 Shapes = Sequence[tuple[tuple[int, ...], torch.dtype]]
@@ -95,7 +96,7 @@ class StepTables:
         self.routed, self.fetched, self.guessed = _carved(self._reported, reported)
         self._reports = [_ReportOnHost(buffer, reported) for buffer in (first, second)]  # and the last one's
         self.guessed.fill_(NONE)
-        self._limits = Limits(n_layers, n_guesses)
+        self._limits = Limits(n_layers, n_guesses // len(GUESS_ROUNDS))
         self.n_rows = np.zeros(n_layers, dtype=np.int64)
         """Rows of the report that the step's passes write, by layer."""
         self._filled = 0  # the spare set of the step that runs

@@ -69,8 +69,15 @@ ANY_VALUE = ("n", "n_ids", "n_spares", "top_k")
 ACCESS = re.compile(r"\b(ld(?!\.param|\.shared)|st(?!\.param|\.shared)|atom|red(?!ux)|cp|prefetch\w*|discard)\.")
 """Of memory that other kernels know of, in PTX."""
 CHANGE = re.compile(r"\b(st(?!\.param|\.shared)|atom|red(?!ux)|discard)\.")
-READ_EARLY = ("row_kernel", "combine_kernel", "attend_input_kernel", "conv_kernel", "delta_kernel", "row_score_kernel")
-"""Kernels that load what was there before the pass while they wait, see `launch.py`."""
+READ_EARLY = (
+    ("attend", "row_kernel"),
+    ("attend", "combine_kernel"),
+    ("attend_input", "attend_input_kernel"),
+    ("conv", "conv_kernel"),
+    ("delta", "delta_kernel"),
+    ("index", "row_score_kernel"),
+)
+"""Modules and kernels that load what was there before the pass while they wait, see `launch.py`."""
 
 GUESS = {"GUESSES": 4, "PROGRAMS": FETCH_PROGRAMS, "HAS_LIVE": True, "num_warps": 4}
 PLAN = {"N": 8, "HAS_LIVE": True, "WORDS": FETCH_WORDS, "POLLS": POLLS, "num_warps": 8}
@@ -110,7 +117,7 @@ def compiled(kernel: Any, constants: dict[str, Any], *, arch: int, types: dict[s
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=multiples)
     target = GPUTarget("cuda", arch, 32)
     result = compile_kernel(source, target=target, options={"enable_fp_fusion": True, **options})
-    reads_early = kernel.__name__ in READ_EARLY
+    reads_early = (kernel.fn.__module__.rpartition(".")[2], kernel.__name__) in READ_EARLY
     assert waits_first(result.asm["ptx"], reads_early=reads_early) == result.metadata.launch_pdl == overlaps, kernel
     return result
 

@@ -79,7 +79,7 @@ def passes(name: str, *, in_cuda: bool) -> dict[str, list[tuple[str, list[str]]]
         parallel=1,
         slots=2,
         uploads_per_layer=1,
-        guesses=False,  # run beside the step: four launches a layer
+        guesses=False,  # run beside the step: six launches a layer
         drafter="mtp" if with_mtp else "none",
         draft_depth=3 if with_mtp else 0,
         prefix_ram=0,

@@ -115,6 +115,11 @@ def test_a_step_is_told_ahead_and_again_when_something_has_changed():
     tables.send()
     assert torch.equal(tables.slot_of, torch.from_numpy(table.slot_of))
     assert tables.slot_of[0, 2] == -1
+    tables.send_ahead()
+    tables.slot_of.fill_(7)
+    tables.follower.n_decided += 1  # as `settle` does
+    tables.send()
+    assert torch.equal(tables.slot_of, torch.from_numpy(table.slot_of)), "what is wanted may have changed"
 
 
 def test_what_the_last_step_fetched_is_forgotten_when_slots_are_lent_but_it_is_counted():

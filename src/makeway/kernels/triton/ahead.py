@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from triton import AsyncCompileMode
 from triton.runtime._async_compile import active_mode
 
@@ -30,11 +31,12 @@ class _NotYet:
         return None
 
 
-def _compiled_and_loaded(compile_one: Callable[[], Any]) -> Any:
-    """Ready to be launched: Triton loads a kernel at its first launch, and up to 3.6 has a C compiler make the launcher
-    then."""
+def _compiled_and_loaded(compile_one: Callable[[], Any], device: int) -> Any:
+    """Ready to be launched on a GPU (-1: none): Triton loads a kernel at its first launch, and up to 3.6 has a C
+    compiler make the launcher then."""
     kernel = compile_one()
-    _ = kernel.run
+    with torch.cuda.device(device):  # a thread begins on the first GPU, whatever its maker's is
+        _ = kernel.run
     return kernel
 
 
@@ -49,7 +51,8 @@ class _Ahead(AsyncCompileMode):  # type: ignore[misc]
     def submit(self, key: Any, compile_one: Callable[[], Any], finish: Callable[[Any], None], *_: Any) -> _NotYet:
         """`finish(kernel)` makes the kernel known; several launches may share a key, each with its own `finish`."""
         if key not in self._jobs:
-            self._jobs[key] = self.executor.submit(_compiled_and_loaded, compile_one)
+            device = torch.cuda.current_device() if torch.cuda.is_available() else -1
+            self._jobs[key] = self.executor.submit(_compiled_and_loaded, compile_one, device)
         self._ends.append((finish, self._jobs[key]))
         return _NotYet()
 

@@ -1,8 +1,8 @@
 """Attention over the paged KV cache: all keys or selected blocks of keys, for a step's rows and for a prompt's chunks.
 
-Owns the tilings and the order of sums: key tiles and splits lie at fixed places of a row's keys, and their parts are
-added in ascending order, so a row's bits depend on its own keys alone. Never reads behind a row's position.
-Hazard: every place of a block must hold a finite value; masked keys are multiplied by exact zeros.
+Owns the tilings and the order of sums: where tiles and splits of a row's keys lie depends on its position alone, and
+their parts are added in ascending order, so a row's bits depend on its own keys alone. Never reads behind a row's
+position. Hazard: every place of a block must hold a finite value; masked keys are multiplied by exact zeros.
 
 A step (at most MAX_ROWS rows): one program for each row, KV head and split of its keys, then one for each row and head
 that adds the splits. A chunk: `attend_chunk`.

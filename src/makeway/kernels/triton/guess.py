@@ -1,9 +1,9 @@
-"""Which experts the next layer will probably miss, decided on the device, and fetched while this layer runs.
+"""Which experts a later layer will probably miss, decided on the device, and fetched while this layer runs.
 
-Owns the list of guesses for one layer. Never decides what runs: the next layer's plan takes from the list what it
-needs and fetches the rest. Hazard: what was guessed may be in a spare, so the plan behind it gives that away to nobody.
+Owns the list of guesses for one layer. Never decides what runs: that layer's plan takes from the list what it needs and
+fetches the rest. Hazard: what was guessed may be in a spare, so the plan behind it gives that away to nobody.
 
-A guess is an expert that the next layer's router would choose for this layer's input, and that is in no slot.
+A guess is an expert that the later layer's router would choose for this layer's input, and that is in no slot.
 """
 
 from dataclasses import dataclass
