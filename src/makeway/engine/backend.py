@@ -7,7 +7,7 @@ Hazard: a backend's numbers (bytes of an item) go into the plan, so one backend 
 
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -155,10 +155,8 @@ class TritonBackend:
         self._compiling_ahead = compiling_ahead
         self.chunk_rows: tuple[int, ...] = CHUNK_ROWS if where.type == "cuda" else ()
 
-    @contextmanager
-    def compiling(self) -> Iterator[None]:
-        with self._compiling_ahead(), nullcontext() if self._programs is None else self._programs.ahead():
-            yield
+    def compiling(self) -> AbstractContextManager[None]:
+        return self._compiling_ahead(self._programs)
 
     def step_experts(self, cache: ExpertCache, arena: Arena, *, transient: View, rows: int) -> StepExperts:
         """The same object for the same cache: captured graphs hold its tables. Raises UserError for experts of a type

@@ -9,7 +9,6 @@ reading what stands.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -126,7 +125,7 @@ class _Captured(Generic[Out]):
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            with compiling_ahead(), nullcontext() if programs is None else programs.ahead():
+            with compiling_ahead(programs):
                 compute()
             compute()
         torch.cuda.current_stream().wait_stream(side)

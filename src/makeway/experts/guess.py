@@ -71,8 +71,8 @@ class Ahead:
 
 
 def rounds_from(layer: int, n_layers: int) -> list[tuple[int, int]]:
-    """Layers to be guessed from a layer's input, the next one first, and the number of the round; the first layer's
-    input is all there is for those that have no layer so far ahead of them."""
+    """Layers to be guessed from a layer's input, the next one first, and the number of the round. Layers that have no
+    layer so far ahead of them have but the later rounds."""
     rounds = [(layer + ahead, i) for i, ahead in enumerate(GUESS_ROUNDS)]
     return [(target, i) for target, i in reversed(rounds) if target < n_layers]
 
@@ -85,7 +85,7 @@ class Guesser:
         """`n` guesses a layer, a power of two in each round; GUESS_LISTS n rooms of `room_bytes` lie at byte `rooms_at`
         of the arena. `multiply`: by routers, on any stream."""
         assert n % len(GUESS_ROUNDS) == 0
-        self._n, self._rooms_at, self._room_bytes = n, rooms_at, room_bytes
+        self._n, self._of_round, self._rooms_at, self._room_bytes = n, n // len(GUESS_ROUNDS), rooms_at, room_bytes
         self._multiply = multiply
         self._lists = tuple(Guesses.empty(n, device) for _ in range(GUESS_LISTS))
         self._open: dict[int, list[Tensor]] = {}  # layers nobody has joined, and what was asked with, which must stay
@@ -104,19 +104,19 @@ class Guesser:
                 self._ask(one, route(logits, one.top_k)[0], is_first=first, live=live)
 
     def _ask(self, one: Ahead, ids: Tensor, *, is_first: bool, live: Tensor | None) -> None:
-        place, n = self._place(one), self._n // len(GUESS_ROUNDS)
-        guesses, begin = self._lists[place], one.turn * n
+        place, begin = self._place(one), one.turn * self._of_round
+        guesses = self._lists[place]
         if is_first:  # rounds that had no layer to be asked from
             guesses.part(0, begin).clear()
             one.guessed[:begin].fill_(NONE)
         guess_step(
-            guesses.part(begin, begin + n),
+            self._part(one),
             ids,
             slot_of=one.slot_of,
             wanted=one.wanted,
             spares=one.spares,
             limit=one.limit,
-            told=one.guessed[begin : begin + n],
+            told=one.guessed[begin : begin + self._of_round],
             slots=one.slots,
             rooms=(self._rooms_at + (place * self._n + begin) * self._room_bytes, self._room_bytes),
             live=live,
@@ -125,17 +125,21 @@ class Guesser:
 
     def fetch(self, ahead: Sequence[Ahead]) -> None:
         """Fetch what `ask` guessed, once the current stream has got here: its own misses go first."""
-        n = self._n // len(GUESS_ROUNDS)
         for one in ahead:
             self._fetches.wait_for(self._asks, self._place(one))
         self._fetches.wait_for_current()
         with self._fetches.running(*map(self._place, ahead)):
-            lists = [(a.source, self._lists[self._place(a)].part(a.turn * n, a.turn * n + n)) for a in ahead]
+            lists = [(one.source, self._part(one)) for one in ahead]
             fetch_guesses([(source, part.experts, part.offsets, part.arrived) for source, part in lists])
 
     @staticmethod
     def _place(one: Ahead) -> int:
         return one.layer % GUESS_LISTS
+
+    def _part(self, one: Ahead) -> Guesses:
+        """Of the layer's list, what this round makes."""
+        begin = one.turn * self._of_round
+        return self._lists[self._place(one)].part(begin, begin + self._of_round)
 
     def join(self, layer: int) -> Guesses | None:
         """The current stream waits for the list of `layer`'s guesses, not for the copies; None when nobody made any."""

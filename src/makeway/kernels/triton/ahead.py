@@ -9,12 +9,14 @@ Hazard: what is computed inside is garbage, so nothing may be read from it, and 
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from triton import AsyncCompileMode
 from triton.runtime._async_compile import active_mode
+
+from makeway.kernels.cuda.programs import Programs
 
 MOST_THREADS = 16
 
@@ -79,8 +81,9 @@ def is_ahead() -> bool:
 
 
 @contextmanager
-def compiling_ahead() -> Iterator[None]:
-    """Kernels that are launched inside for the first time are not run; all of them are compiled at its end. Raises what
-    the compiler raises."""
-    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as executor, _Ahead(executor):
+def compiling_ahead(programs: Programs | None = None) -> Iterator[None]:
+    """Kernels that are launched inside for the first time, those of `programs` too, are not run; all of them are
+    compiled at its end. Raises what the compilers raise."""
+    others = nullcontext() if programs is None else programs.ahead()
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as executor, _Ahead(executor), others:
         yield
