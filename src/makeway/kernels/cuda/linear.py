@@ -218,7 +218,7 @@ def kernel_name(kinds: Sequence[GGMLType], how: Cut, *, prologue: int, n: int) -
 
 def can_mix(kind: GGMLType, n_cols: int, *, n_streams: int) -> bool:
     """Whether one launch ends a mixer whose `up` has this type and width: where its columns are one warp's unit."""
-    return has_kernel(kind, n_cols) and 1 < n_streams <= MAX_ROWS and cut([kind], n_cols, rows=[1], n=1).n_units == 1
+    return has_kernel(kind, n_cols) and 1 < n_streams <= MAX_ROWS and groups_of([kind], n_cols)[0] == n_cols
 
 
 def mix_kernel_name(kind: GGMLType, n_cols: int, *, n_streams: int, n: int) -> str:
